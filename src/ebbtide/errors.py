@@ -1,0 +1,50 @@
+"""The one error hierarchy. Each error says what was found and what a human can do next.
+
+Only `ConfigError` may stop an engine, and only at start; every other error degrades to a miss,
+a counter and a rate-limited log line inside the supervisors.
+"""
+
+from __future__ import annotations
+
+
+class EbbtideError(Exception):
+    """Base of all errors of this package.
+
+    `problem` states the fact, `next_step` what to do about it, `context` the values that matter.
+    `str(error)` is one line with all three.
+    """
+
+    def __init__(self, problem: str, *, next_step: str = "", **context: object) -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.next_step = next_step
+        self.context = context
+
+    def __str__(self) -> str:
+        details = ", ".join(f"{name}={value}" for name, value in self.context.items())
+        line = f"{self.problem} ({details})" if details else self.problem
+        return f"{line}. {self.next_step}" if self.next_step else line
+
+
+class ConfigError(EbbtideError):
+    """The configuration cannot work. Raised at start only."""
+
+
+class MisuseError(EbbtideError):
+    """The caller broke a contract: a bug on this side of the interface."""
+
+
+class ProtocolError(EbbtideError):
+    """The peer sent bytes that the protocol does not allow. Ends that connection, nothing else."""
+
+
+class CorruptRecordError(EbbtideError):
+    """Bytes do not match their digest. The record is a miss from now on."""
+
+
+class TierUnavailableError(EbbtideError):
+    """A tier or the store cannot be reached or was taken down after a fault."""
+
+
+class NoSpaceError(EbbtideError):
+    """A bounded resource is exhausted."""
