@@ -1,0 +1,22 @@
+"""The checksum that binds a record's bytes to the key and the namespace they were stored under."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import xxhash
+
+if TYPE_CHECKING:
+    from collections.abc import Buffer  # type: ignore[attr-defined]
+
+DIGEST_BYTES = 16
+
+
+def record_seed(namespace_digest: bytes, key: bytes) -> int:
+    """xxh3_64(namespace || block hash || KV group): makes equal bytes under other names differ."""
+    return xxhash.xxh3_64_intdigest(namespace_digest + key)
+
+
+def record_digest(payload: Buffer, seed: int) -> bytes:
+    """xxh3_128 of `payload` (exactly the record's length, no padding). 0.04 s/GB, GIL released."""
+    return xxhash.xxh3_128_digest(payload, seed=seed)

@@ -1,0 +1,201 @@
+"""The disk tier's directory: its geometry, its lock, and who may own it. `docs/disk-format.md`."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import stat
+import time
+import uuid
+from dataclasses import asdict, dataclass
+
+from ebbtide.errors import ConfigError
+from ebbtide.tiers.segments import ALIGNMENT_BYTES, segment_bytes_for
+
+FORMAT = 1
+SMALL_FILES_BYTES = 64 << 10
+INDEX_BYTES_MIN = 1 << 20
+INDEX_SHARE = 16  # one sixteenth of the capacity belongs to the index
+INDEX_BYTES_PER_RECORD = 400  # two copies of an entry's page share, for copy-on-write
+LOCK_PATIENCE_S = 5.0  # a killed owner's last I/O holds the lock until it has ended
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The numbers in FORMAT. All sizes in bytes."""
+
+    format: int
+    directory: str
+    alignment: int
+    segment_bytes: int
+    slab_bytes: int
+    index_bytes: int
+
+    @property
+    def records_max(self) -> int:
+        """More records than this would not let a full index be rewritten within its map."""
+        return self.index_bytes // INDEX_BYTES_PER_RECORD
+
+    @classmethod
+    def plan(cls, capacity_bytes: int, kept: Geometry | None = None) -> Geometry:
+        """Divide a capacity. `kept` is the existing geometry whose identity and segments stay."""
+        index = max(INDEX_BYTES_MIN, capacity_bytes // INDEX_SHARE)
+        index = index // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        slab = (capacity_bytes - index - SMALL_FILES_BYTES) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        if slab < ALIGNMENT_BYTES:
+            raise ConfigError(
+                "The disk capacity leaves no room for payload",
+                next_step="Raise [disk] capacity.",
+                capacity_bytes=capacity_bytes,
+                index_bytes=index,
+            )
+        return cls(
+            format=FORMAT,
+            directory=kept.directory if kept else uuid.uuid4().hex,
+            alignment=ALIGNMENT_BYTES,
+            segment_bytes=kept.segment_bytes if kept else segment_bytes_for(slab),
+            slab_bytes=slab,
+            index_bytes=index,
+        )
+
+
+class Directory:
+    """A locked directory of the disk tier. Raises ConfigError when it cannot be ours."""
+
+    def __init__(self, path: str, capacity_bytes: int) -> None:
+        self.path = path
+        _prepare(path)
+        self._lock_fd = _lock(os.path.join(path, "LOCK"))
+        try:
+            kept = self._read_format()
+            self.geometry = Geometry.plan(capacity_bytes, kept)
+            self.is_new = kept is None
+            if kept is None:
+                self.forget_index()
+            if kept != self.geometry:
+                self._write_format()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def slab_path(self) -> str:
+        return os.path.join(self.path, "slab")
+
+    @property
+    def index_path(self) -> str:
+        return os.path.join(self.path, "index")
+
+    def forget_index(self) -> None:
+        """Start empty. A damaged index is never repaired: this is a cache."""
+        shutil.rmtree(self.index_path, ignore_errors=True)
+        os.mkdir(self.index_path, 0o700)
+        self._sync()
+
+    def close(self) -> None:
+        """Give the directory up. Idempotent."""
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def _read_format(self) -> Geometry | None:
+        try:
+            with open(os.path.join(self.path, "FORMAT"), encoding="ascii") as file:
+                fields = json.load(file)
+            found = int(fields["format"])
+            if found > FORMAT:
+                raise ConfigError(
+                    "The directory was written by a newer ebbtide",
+                    next_step="Use that version, or point [disk] path at another directory.",
+                    path=self.path,
+                    format=found,
+                    known=FORMAT,
+                )
+            return Geometry(**fields)
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError):
+            return None  # unreadable: a cache starts over
+
+    def _write_format(self) -> None:
+        text = json.dumps(asdict(self.geometry), indent=2) + "\n"
+        target = os.path.join(self.path, "FORMAT")
+        fd = os.open(target + ".new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        try:
+            os.write(fd, text.encode("ascii"))
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.rename(target + ".new", target)
+        self._sync()
+
+    def _sync(self) -> None:
+        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def _prepare(path: str) -> None:
+    try:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        found = os.stat(path, follow_symlinks=False)
+    except OSError as error:
+        raise ConfigError(
+            "The disk directory cannot be created or opened",
+            next_step="Point [disk] path at a directory that this user may write.",
+            path=path,
+            reason=error.strerror,
+        ) from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise ConfigError("[disk] path is not a directory (links are refused)", path=path)
+    if found.st_uid != os.geteuid():
+        raise ConfigError(
+            "The disk directory belongs to another user",
+            next_step="Give ebbtide a directory of its own.",
+            path=path,
+            owner_uid=found.st_uid,
+        )
+    if found.st_mode & 0o022:
+        raise ConfigError(
+            "Others may write to the disk directory",
+            next_step=f"Run: chmod 700 {path}",
+            path=path,
+            mode=oct(found.st_mode & 0o777),
+        )
+    os.chmod(path, 0o700)
+
+
+def _lock(path: str) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        fd = os.open(path, flags, 0o600)
+    except OSError as error:
+        raise ConfigError(
+            "The disk directory cannot be written",
+            next_step="Check its permissions and that its file system is mounted read-write.",
+            path=path,
+            reason=error.strerror,
+        ) from error
+    deadline = time.monotonic() + LOCK_PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
+            if time.monotonic() > deadline:
+                os.close(fd)
+                raise ConfigError(
+                    "Another store owns the disk directory",
+                    next_step="Stop it, connect to its socket, or use another [disk] path.",
+                    path=os.path.dirname(path),
+                    owner_pid=owner,
+                ) from None
+            time.sleep(0.02)
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"{os.getpid()}\n".encode("ascii"), 0)
+    return fd

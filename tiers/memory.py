@@ -1,0 +1,168 @@
+"""The memory tier: which record lies in which arena slot, and in what state.
+
+States of a record: RESERVED (an engine's worker writes it) or READING (the disk tier writes it),
+then WHOLE (its digest is known and it can be read). Only whole, unpinned records are candidates for
+eviction. Control thread only; every call is O(1) but for evictions that drain a segment.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from ebbtide.tiers.digest import record_seed
+from ebbtide.tiers.segments import Resident, SegmentSpace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ebbtide.tiers.namespace import Namespace
+
+
+class State(IntEnum):
+    """The life of a memory record. It leaves any state by `discard`."""
+
+    RESERVED = 1
+    READING = 2
+    WHOLE = 3
+
+
+class MemoryRecord(Resident):
+    """One record in the arena."""
+
+    __slots__ = (
+        "digest",
+        "dirty",
+        "doomed",
+        "epoch",
+        "key",
+        "pins",
+        "seed",
+        "sequence",
+        "state",
+        "waiting",
+    )
+
+    def __init__(self, namespace: Namespace, key: bytes, sequence: int, state: State) -> None:
+        self.epoch = namespace.epoch
+        self.seed = record_seed(namespace.digest, key)
+        self.key = key
+        self.sequence = sequence
+        self.state = state
+        self.digest = b""
+        self.pins = 0
+        self.dirty = False  # whole, but no disk tier holds it
+        self.doomed = False  # out of the index; the slot goes with the last pin
+        self.waiting: list[Callable[[], None]] = []  # loads that wait for READING to end
+
+
+class MemoryTier:
+    """The index over the arena. Knows slots, states and pins; moves no bytes."""
+
+    def __init__(self, capacity_bytes: int, alignment: int) -> None:
+        self.space: SegmentSpace[MemoryRecord] = SegmentSpace(capacity_bytes, alignment=alignment)
+        self._index: dict[int, dict[bytes, MemoryRecord]] = {}
+        self.dirty: dict[MemoryRecord, float] = {}  # since when (runtime seconds), oldest first
+        self.dirty_bytes = 0
+        self.reserved_bytes = 0  # strides of RESERVED slots
+        self.pinned_bytes = 0  # strides of pinned slots
+        self.records = 0
+
+    def index(self, epoch: int) -> dict[bytes, MemoryRecord]:
+        """The epoch's records by key. Read only."""
+        return self._index.setdefault(epoch, {})
+
+    def find(self, epoch: int, key: bytes) -> MemoryRecord | None:
+        """The record of that key in whatever state, or None."""
+        return self.index(epoch).get(key)
+
+    def forget(self, epoch: int) -> None:
+        """Discard every record of an epoch. Slots that are pinned go with their last pin."""
+        for record in list(self.index(epoch).values()):
+            self.discard(record)
+        del self._index[epoch]
+
+    def place(self, record: MemoryRecord, length: int) -> bool:
+        """Take a free slot for a new record, pinned by whoever fills it. False: evict first."""
+        if not self.space.place(record, length):
+            return False
+        self.index(record.epoch)[record.key] = record
+        self.records += 1
+        if record.state is State.RESERVED:
+            self.reserved_bytes += record.slot_class.stride
+        self.pin(record)
+        return True
+
+    def publish(self, record: MemoryRecord, digest: bytes, dirty_since: float | None) -> None:
+        """The record is whole; the filler's pin stays until `unpin`.
+
+        `dirty_since` None: a disk tier holds the same record already.
+        """
+        if record.state is State.RESERVED:
+            self.reserved_bytes -= record.slot_class.stride
+        record.state = State.WHOLE
+        record.digest = digest
+        if dirty_since is not None:
+            record.dirty = True
+            self.dirty[record] = dirty_since
+            self.dirty_bytes += record.slot_class.stride
+
+    def clean(self, record: MemoryRecord) -> None:
+        """A disk tier holds it now. No-op for a record that is clean or gone."""
+        if record.dirty:
+            record.dirty = False
+            del self.dirty[record]
+            self.dirty_bytes -= record.slot_class.stride
+
+    def soil(self, record: MemoryRecord, since: float) -> None:
+        """The disk copy is lost again (a failed commit): only memory holds it."""
+        if record.state is State.WHOLE and not record.dirty and not record.doomed:
+            record.dirty = True
+            self.dirty[record] = since
+            self.dirty_bytes += record.slot_class.stride
+
+    def pin(self, record: MemoryRecord, *, hide: bool = True) -> None:
+        """Keep the slot until `unpin`. Pins count.
+
+        With `hide` False the record keeps its place in the order of eviction: for the mover, whose
+        writing is no use of the record. Whoever evicts must look at `pins`.
+        """
+        if hide:
+            self.space.hide(record)
+        if record.pins == 0:
+            self.pinned_bytes += record.slot_class.stride
+        record.pins += 1
+
+    def unpin(self, record: MemoryRecord) -> None:
+        """Give one pin back. The last one frees a discarded record, or lets it be evicted again:
+        as the most recent one, if it was hidden."""
+        record.pins -= 1
+        if record.pins:
+            return
+        self.pinned_bytes -= record.slot_class.stride
+        if record.doomed:
+            self.space.remove(record)
+        elif record.state is State.WHOLE:
+            self.space.expose(record)
+
+    def touch(self, record: MemoryRecord) -> None:
+        """Somebody asked for it."""
+        self.space.touch(record)
+
+    def discard(self, record: MemoryRecord) -> None:
+        """Out of the index at once; the slot is free now, or with its last pin."""
+        index = self.index(record.epoch)
+        if index.get(record.key) is record:
+            del index[record.key]
+        self.records -= 1
+        self.clean(record)
+        if record.state is State.RESERVED:
+            self.reserved_bytes -= record.slot_class.stride
+        if record.pins:
+            record.doomed = True
+        else:
+            self.space.remove(record)
+
+    def check_integrity(self) -> None:
+        """Raise MisuseError when slots, pins or counters contradict each other. O(slots)."""
+        self.space.check_integrity()
