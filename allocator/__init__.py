@@ -1,0 +1,54 @@
+"""The device blocks of an engine: names, pool, block tables.
+
+`hash_blocks` names the full blocks of a token sequence; `BlockPool` keeps the blocks, cached ones
+findable by name until they are handed out again; `KVCacheManager` gives them to requests. Behaviour
+follows vLLM 0.32. No tensor, no I/O and no clock in here.
+"""
+
+from ebbtide.allocator.block import Block, FreeBlockQueue
+from ebbtide.allocator.cbor import check_encoder
+from ebbtide.allocator.extra_keys import (
+    LoraAdapter,
+    MultiModalItem,
+    block_extra_keys,
+    embeds_token_ids,
+)
+from ebbtide.allocator.hashing import (
+    DEFAULT_ALGORITHM,
+    HashAlgorithm,
+    event_hash,
+    hash_algorithm,
+    hash_blocks,
+    none_hash,
+    pack_key,
+    root_seed,
+    unpack_key,
+)
+from ebbtide.allocator.kv_cache_manager import ComputedBlocks, KVCacheManager
+from ebbtide.allocator.pool import BlockPool
+from ebbtide.allocator.prefix_stats import PrefixCacheStats
+from ebbtide.allocator.request import Request
+
+__all__ = [
+    "DEFAULT_ALGORITHM",
+    "Block",
+    "BlockPool",
+    "ComputedBlocks",
+    "FreeBlockQueue",
+    "HashAlgorithm",
+    "KVCacheManager",
+    "LoraAdapter",
+    "MultiModalItem",
+    "PrefixCacheStats",
+    "Request",
+    "block_extra_keys",
+    "check_encoder",
+    "embeds_token_ids",
+    "event_hash",
+    "hash_algorithm",
+    "hash_blocks",
+    "none_hash",
+    "pack_key",
+    "root_seed",
+    "unpack_key",
+]
