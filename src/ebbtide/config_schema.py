@@ -1,0 +1,206 @@
+"""The one schema of the configuration: every bound of ebbtide with its unit, default and meaning.
+
+A field that ends in `_bytes` is written as a size without that ending (`capacity = "8GiB"`), one
+that ends in `_s` as a duration (`write_after = "30s"`); everything else is written as it is named.
+Sizes are totals of the store, whatever the number of ranks, engines or devices that use it.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
+
+import msgspec
+from msgspec import Meta, Struct
+
+from ebbtide.sizes import GIB, MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+SLOT_ALIGNMENT = 4096
+MEMORY_CAPACITY_MIN = 4 * SLOT_ALIGNMENT
+DISK_CAPACITY_MIN = 16 * MIB
+
+
+def written_name(name: str) -> str:
+    """Return how the field `name` is spelled in a configuration: without its unit."""
+    return name.removesuffix("_bytes").removesuffix("_s")
+
+
+class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=written_name):
+    """What all sections share: frozen, keywords only, no unknown field, unit-free spelling."""
+
+
+class MemoryConfig(Section, frozen=True, kw_only=True):
+    """The arena: pinned host memory, shared by all ranks and engines of one store."""
+
+    capacity_bytes: Annotated[
+        int, Meta(ge=1, description="Size of the arena in system RAM, in total and not per rank.")
+    ]
+    load_window_bytes: Annotated[
+        int, Meta(ge=1, description="Most arena bytes that one load holds at a time.")
+    ]
+    load_reserve_ratio: Annotated[
+        float, Meta(ge=0, le=0.5, description="Share of the slots that only loads may take.")
+    ] = 0.05
+    verify: Annotated[
+        Literal["all", "disk"],
+        Meta(description="Which reads check the digest: all, or only those that come from disk."),
+    ] = "all"
+    populate: Annotated[
+        bool, Meta(description="Touch every page of the arena at start, not at first use.")
+    ] = True
+
+
+class DiskConfig(Section, frozen=True, kw_only=True):
+    """The NVMe tier. Absent as a whole when neither path nor capacity is given."""
+
+    path: Annotated[
+        str,
+        Meta(min_length=1, description="Directory of the tier, absolute; it belongs to ebbtide."),
+    ]
+    capacity_bytes: Annotated[
+        int, Meta(ge=1, description="Most bytes under the directory: slabs, index and journal.")
+    ]
+    dirty_max_bytes: Annotated[
+        int,
+        Meta(ge=1, description="Most bytes that a power cut may lose: in memory, not yet on disk."),
+    ]
+    commit_batch_bytes: Annotated[
+        int, Meta(ge=1, description="Payload bytes after which a commit batch is closed.")
+    ]
+    commit_interval_s: Annotated[
+        float, Meta(gt=0, description="Time after which a commit batch is closed, full or not.")
+    ] = 0.05
+    write_after_s: Annotated[
+        float, Meta(ge=0, description="Age at which a record in memory is also written to disk.")
+    ] = 30.0
+    read_threads: Annotated[
+        int, Meta(ge=1, le=64, description="Threads that read from the disk.")
+    ] = 4
+    write_threads: Annotated[
+        int, Meta(ge=1, le=64, description="Threads that write to the disk.")
+    ] = 4
+    lru_save_interval_s: Annotated[
+        float, Meta(gt=0, description="Time between two saves of the eviction order.")
+    ] = 60.0
+
+
+class LimitsConfig(Section, frozen=True, kw_only=True):
+    """Bounds of the queues, waits and tables that belong to no single tier."""
+
+    drain_timeout_s: Annotated[
+        float, Meta(ge=0, description="Longest wait for unwritten records at a clean stop.")
+    ] = 10.0
+    lookup_timeout_s: Annotated[
+        float, Meta(gt=0, description="Time after which an unanswered lookup is a miss.")
+    ] = 0.05
+    ghost_entries: Annotated[
+        int, Meta(ge=0, description="Evicted keys remembered to tell evicted from never seen.")
+    ] = 1_000_000
+    frame_max_bytes: Annotated[
+        int, Meta(ge=4096, description="Largest control message on the socket.")
+    ] = 4 * MIB
+    connections_max: Annotated[
+        int, Meta(ge=1, le=65_536, description="Most connections at the same time.")
+    ] = 256
+    write_queue_bytes: Annotated[
+        int, Meta(ge=1, description="Bytes that may wait for the disk; what exceeds it is shed.")
+    ] = 128 * MIB
+
+
+class Config(Section, frozen=True, kw_only=True):
+    """The whole configuration, resolved: sizes in bytes, durations in seconds."""
+
+    memory: MemoryConfig
+    socket: Annotated[
+        str | None,
+        Meta(description="Unix socket of a shared store, absolute; unset: a private store."),
+    ] = None
+    disk: DiskConfig | None = None
+    limits: LimitsConfig = LimitsConfig()
+
+
+class Kind(Enum):
+    """How a value is written."""
+
+    PLAIN = "as it is"
+    SIZE = "a size"
+    DURATION = "a duration"
+
+
+class Field(NamedTuple):
+    """One value of the configuration, addressed as it is written."""
+
+    path: str  # as in "memory.capacity"
+    attribute: str  # as in "capacity_bytes"
+    kind: Kind
+    type: Any  # what msgspec converts to, bounds included
+    default: object  # msgspec.NODEFAULT when it is derived or must be given
+    doc: str
+
+
+SECTIONS: Mapping[str, type[Section]] = {
+    "memory": MemoryConfig,
+    "disk": DiskConfig,
+    "limits": LimitsConfig,
+}
+
+
+class Derived(NamedTuple):
+    """A default that follows from other values. `compute` reads them by path."""
+
+    formula: str
+    compute: Callable[[Mapping[str, Any]], int]
+
+
+# Each quarter, half and share is at least one byte, so that the bounds above still hold.
+DERIVED: Mapping[str, Derived] = {
+    "memory.load_window": Derived(
+        "min(memory.capacity / 4, 256MiB)",
+        lambda values: max(1, min(values["memory.capacity"] // 4, 256 * MIB)),
+    ),
+    "disk.dirty_max": Derived(
+        "min(memory.capacity / 2, 1GiB)",
+        lambda values: max(1, min(values["memory.capacity"] // 2, GIB)),
+    ),
+    "disk.commit_batch": Derived(
+        "min(disk.capacity / 64, 64MiB)",
+        lambda values: max(1, min(values["disk.capacity"] // 64, 64 * MIB)),
+    ),
+}
+
+
+def _kind(attribute: str) -> Kind:
+    if attribute.endswith("_bytes"):
+        return Kind.SIZE
+    return Kind.DURATION if attribute.endswith("_s") else Kind.PLAIN
+
+
+def _fields_of(struct: type[Section], prefix: str) -> list[Field]:
+    found = []
+    for info in msgspec.structs.fields(struct):
+        if info.name in SECTIONS:
+            continue
+        documented = [part for part in get_args(info.type) if isinstance(part, Meta)]
+        found.append(
+            Field(
+                path=prefix + info.encode_name,
+                attribute=info.name,
+                kind=_kind(info.name),
+                type=info.type,
+                default=info.default,
+                doc=documented[0].description or "" if documented else "",
+            )
+        )
+    return found
+
+
+FIELDS: Mapping[str, Field] = {
+    field.path: field
+    for field in (
+        *_fields_of(Config, ""),
+        *(field for name, struct in SECTIONS.items() for field in _fields_of(struct, f"{name}.")),
+    )
+}
