@@ -1,8 +1,8 @@
 """The seam between an engine and ebbtide: what an engine calls, on which half, and when.
 
 Any engine plugs in here: the reference engine directly, vLLM through a thin adapter. The seam has
-two halves, as engines do. The *scheduler half* lives beside the scheduler, decides and never touches
-a tensor; the *worker half* lives beside the device tensors and copies. They talk through
+two halves, as engines do. The *scheduler half* lives beside the scheduler, decides and never
+touches a tensor; the *worker half* lives beside the device tensors and copies. They talk through
 `StepMetadata` (down) and `WorkerReport` (up) alone, so that they may live in different processes.
 
 One engine step:
@@ -66,9 +66,9 @@ class StepMetadata:
 class LoadResult(NamedTuple):
     """The end of one `LoadJob`: per block where its bytes came from, or why it failed.
 
-    `sources[i]` is "memory" or "disk" for a block whose verified bytes are in the device block, and a
-    miss reason (see `ebbtide.tiers.reasons`) otherwise. `loaded_blocks` counts the unbroken
-    run of loaded blocks at the start: blocks behind the first failure must be recomputed.
+    `sources[i]` is "memory" or "disk" for a block whose verified bytes are in the device block, and
+    a miss reason (see `ebbtide.tiers.reasons`) otherwise. `loaded_blocks` counts the unbroken run
+    of loaded blocks at the start: blocks behind the first failure must be recomputed.
     """
 
     request_id: str
@@ -91,7 +91,9 @@ class WorkerReport:
 class SchedulerHalf(Protocol):
     """Control. Called from the scheduler's thread only; every call is short and never waits."""
 
-    def on_new_request(self, request_id: str, block_hashes: Sequence[bytes]) -> None:
+    def on_new_request(
+        self, request_id: str, block_hashes: Sequence[bytes], prompt_tokens: int
+    ) -> None:
         """A request arrived. `block_hashes` cover its full prompt blocks; the keys go out now."""
         ...
 
@@ -120,7 +122,7 @@ class SchedulerHalf(Protocol):
         ...
 
     def build_step(self, newly_full: Sequence[BlockRef]) -> StepMetadata:
-        """Plan this step's copies. `newly_full` are blocks whose last token was computed before it."""
+        """Plan this step's copies. `newly_full`: blocks whose last token was computed before it."""
         ...
 
     def on_report(self, report: WorkerReport) -> list[LoadResult]:
@@ -128,11 +130,11 @@ class SchedulerHalf(Protocol):
         ...
 
     def request_finished(self, request_id: str, block_hashes: Sequence[bytes]) -> None:
-        """The request ended (finished, aborted, preempted for good). Touches its chain, tail first."""
+        """The request ended (finished or aborted). Touches its chain, tail first."""
         ...
 
     def has_pending_work(self) -> bool:
-        """True while copies are under way: the engine should keep stepping, also with empty steps."""
+        """True while copies are under way: the engine keeps stepping, also with empty steps."""
         ...
 
     def close(self) -> None:
@@ -152,5 +154,5 @@ class WorkerHalf(Protocol):
         ...
 
     def close(self) -> None:
-        """Wait for copies under way (bounded), give back every slot, unmap the arena. Idempotent."""
+        """Wait for copies under way (bounded), give back slots, unmap the arena. Idempotent."""
         ...

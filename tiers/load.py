@@ -48,6 +48,10 @@ class Sink(Protocol):
         """Every key has been named."""
         ...
 
+    def over(self) -> None:
+        """After `done`, and after the last ack: the load holds nothing. May come inside `load`."""
+        ...
+
 
 class _Step(NamedTuple):
     position: int
@@ -73,6 +77,7 @@ class Load:
         self._batches: dict[int, list[MemoryRecord]] = {}
         self._next_batch = 0
         self._advancing = False
+        self._told_over = False
         self.released = False
         self.done = False
 
@@ -89,8 +94,7 @@ class Load:
         for record in reversed(records):  # the chain's head ends up the most recent
             self._let_go(record)
         self.advance()
-        if self.over:
-            self._store.load_done(self)
+        self._maybe_over()
         return True
 
     def release(self) -> None:
@@ -298,4 +302,10 @@ class Load:
         if not (self._todo or self._parked or self._running or self.done):
             self.done = True
             self._sink.done()
-            self._store.load_done(self)
+            self._maybe_over()
+
+    def _maybe_over(self) -> None:
+        self._store.load_ended(self)
+        if self.over and not self._told_over:
+            self._told_over = True
+            self._sink.over()

@@ -97,6 +97,7 @@ class OpenStore:
         config: Config,
         runtime: Runtime,
         *,
+        disk_records_max: int | None = None,
         wrap_slab: Callable[[Slab], Slab] = lambda slab: slab,
     ) -> None:
         """Raises ConfigError for what a human has to change."""
@@ -109,7 +110,7 @@ class OpenStore:
                 disk.capacity_bytes,
                 commit_batch_bytes=disk.commit_batch_bytes,
                 commit_interval_s=disk.commit_interval_s,
-                records_max=disk.records_max,
+                records_max=disk_records_max,
                 wrap_slab=wrap_slab,
             )
         try:

@@ -22,11 +22,8 @@ from ebbtide.tiers.supervisor import outcome_of, supervised
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-READ, WRITE, VERIFY, COMMIT = "read", "write", "verify", "commit"
-POOL_THREADS = {READ: 4, WRITE: 4, VERIFY: 2, COMMIT: 1}
-
-Work = "Callable[[Any], None]"
-Done = "Callable[[list[BaseException | None]], None]"
+READ, WRITE, VERIFY, COMMIT, POPULATE = "read", "write", "verify", "commit", "populate"
+POOL_THREADS = {READ: 4, WRITE: 4, VERIFY: 2, COMMIT: 1, POPULATE: 2}
 
 
 class Timer:

@@ -278,9 +278,9 @@ class Store:
         load.advance()
         return load
 
-    def load_done(self, load: Load) -> None:
-        """Called by the load itself: every key is named, and perhaps every batch acknowledged."""
-        if load in self._slot_queue:
+    def load_ended(self, load: Load) -> None:
+        """Called by the load itself when it is `done` or `over`, perhaps."""
+        if load.done and load in self._slot_queue:
             self._slot_queue.remove(load)
             self.slots_freed()
         if load.over:

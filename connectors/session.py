@@ -1,0 +1,187 @@
+"""One client's messages against the store: the same code behind a socket and in-process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ebbtide.connectors import protocol as wire
+from ebbtide.errors import EbbtideError, MisuseError, ProtocolError
+from ebbtide.tiers.reasons import Miss, label
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ebbtide.tiers.load import Granted, Load
+    from ebbtide.tiers.namespace import Namespace
+    from ebbtide.tiers.store import Store
+
+LOADS_MAX = 1024  # open loads of one client; more are answered BUSY
+EVENTS_MAX = 4096  # events in one answer
+
+
+class _LoadReplies:
+    """Turns what a load reports into messages with the load's ticket."""
+
+    def __init__(self, session: Session, ticket: int) -> None:
+        self._session = session
+        self._ticket = ticket
+
+    def batch(self, batch: int, granted: list[Granted]) -> None:
+        rows = tuple((g.position, g.length, int(g.source), g.offset) for g in granted)
+        self._session.send(self._ticket, wire.Batch(batch, rows))
+
+    def failed(self, failures: list[tuple[int, Miss]]) -> None:
+        rows = tuple((position, int(reason)) for position, reason in failures)
+        self._session.send(self._ticket, wire.Failed(rows))
+
+    def done(self) -> None:
+        self._session.send(self._ticket, wire.Done())
+
+    def over(self) -> None:
+        self._session.load_over(self._ticket)
+
+
+class Session:
+    """`handle` each message of a client; answers go to `send(ticket, message)`, some later.
+
+    Control thread only. Errors of a request become its FAILURE answer; only a ProtocolError is
+    raised, because it ends the connection.
+    """
+
+    def __init__(
+        self, store: Store, engine: bytes, send: Callable[[int, wire.Message], None]
+    ) -> None:
+        self.store = store
+        self.engine = engine
+        self.send = send
+        self._loads: dict[int, Load] = {}
+
+    def handle(self, ticket: int, message: wire.Message) -> None:
+        """Act on one message."""
+        try:
+            self._dispatch(ticket, message)
+        except ProtocolError:
+            raise
+        except EbbtideError as error:
+            if ticket:  # a message without an answer has no failure either
+                self.send(ticket, failure_of(error))
+
+    def disconnected(self) -> None:
+        """The connection is gone. What it was granted stays pinned: its process may copy."""
+        for load in list(self._loads.values()):
+            load.release()
+
+    def _dispatch(self, ticket: int, message: wire.Message) -> None:
+        store, reply = self.store, self.send
+        match message:
+            case wire.Lookup():
+                states = store.lookup(self._namespace(message.namespace), message.keys)
+                reply(ticket, wire.States(states))
+            case wire.Touch():
+                store.touch(self._namespace(message.namespace), message.keys)
+            case wire.Reserve():
+                self._reserve(ticket, message)
+            case wire.Commit():
+                sequences = message.sequences
+                store.commit(
+                    self.engine, sequences, lambda codes: reply(ticket, wire.Settled(codes))
+                )
+            case wire.Abort():
+                reply(ticket, wire.Settled(store.abort(self.engine, message.sequences)))
+            case wire.LoadKeys():
+                self._load(ticket, message)
+            case wire.Ack():
+                self._ack(message)
+            case wire.Release():
+                load = self._loads.get(message.load_ticket)
+                if load is not None:
+                    load.release()
+            case wire.OpenNamespace():
+                self._open_namespace(ticket, message)
+            case _:
+                self._rare(ticket, message)
+
+    def _rare(self, ticket: int, message: wire.Message) -> None:
+        store, reply = self.store, self.send
+        match message:
+            case wire.Reset():
+                every = message.namespace == wire.ALL_NAMESPACES
+                target = None if every else self._namespace(message.namespace)
+                store.reset(target, lambda ok: reply(ticket, _done_or_down(ok)))
+            case wire.Pin():
+                count = store.pin(self._namespace(message.namespace), message.keys)
+                reply(ticket, wire.Ok(count))
+            case wire.Unpin():
+                count = store.unpin(self._namespace(message.namespace), message.keys)
+                reply(ticket, wire.Ok(count))
+            case wire.Stats():
+                reply(ticket, wire.Report(store.stats()))
+            case wire.Events():
+                self._events(ticket, message.since)
+            case wire.Flush():
+                store.flush(lambda ok: reply(ticket, _done_or_down(ok)))
+            case _:
+                raise ProtocolError("A client may not send this kind", kind=message.kind)
+
+    def _namespace(self, handle: int) -> Namespace:
+        namespace = self.store.namespace(handle)
+        if namespace is None:
+            raise MisuseError(
+                "The namespace handle is unknown to this store",
+                next_step="Open the namespace on every new connection.",
+                handle=handle,
+            )
+        return namespace
+
+    def _open_namespace(self, ticket: int, message: wire.OpenNamespace) -> None:
+        namespace = self.store.open_namespace(message.descriptor, pending=message.pending)
+        records, held_bytes = self.store.held(namespace)
+        opened = wire.NamespaceOpened(namespace.handle, namespace.digest, records, held_bytes)
+        self.send(ticket, opened)
+
+    def _reserve(self, ticket: int, message: wire.Reserve) -> None:
+        namespace = self._namespace(message.namespace)
+        grants, reason = self.store.reserve(
+            self.engine, namespace, message.keys, message.record_bytes
+        )
+        self.send(ticket, wire.Grants(int(reason or 0), tuple(grants)))
+
+    def _load(self, ticket: int, message: wire.LoadKeys) -> None:
+        namespace = self._namespace(message.namespace)
+        replies = _LoadReplies(self, ticket)
+        if ticket in self._loads:
+            raise MisuseError("A load with this ticket is still open", ticket=ticket)
+        if len(self._loads) >= LOADS_MAX:
+            replies.failed([(position, Miss.BUSY) for position in range(len(message.keys))])
+            replies.done()
+            return
+        load = self.store.load(self.engine, namespace, message.keys, replies)
+        if not load.over:
+            self._loads[ticket] = load
+
+    def _ack(self, message: wire.Ack) -> None:
+        load = self._loads.get(message.load_ticket)
+        if load is not None:
+            load.ack(message.batch)
+
+    def load_over(self, ticket: int) -> None:
+        """A load holds nothing any more."""
+        self._loads.pop(ticket, None)
+
+    def _events(self, ticket: int, since: int) -> None:
+        events = self.store.events_since(since)[:EVENTS_MAX]
+        rows = [[e.sequence, e.kind, e.epoch, e.key, label(e.place)] for e in events]
+        self.send(ticket, wire.Report({"events": rows}))
+
+
+def failure_of(error: EbbtideError) -> wire.Failure:
+    """The FAILURE message that carries an error to the peer."""
+    context = ", ".join(f"{name}={value}" for name, value in error.context.items())
+    problem = f"{error.problem} ({context})" if context else error.problem
+    return wire.Failure(type(error).__name__, problem, error.next_step)
+
+
+def _done_or_down(ok: bool) -> wire.Message:
+    if ok:
+        return wire.Ok()
+    return wire.Failure("TierUnavailableError", "The disk tier is down; nothing was made durable")
