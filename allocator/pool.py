@@ -49,7 +49,7 @@ class BlockPool:
         self.null_block = self.blocks[0]
         self.null_block.is_null = True
         self._free = FreeBlockQueue(self.blocks[1:])
-        self._on_evict = on_evict
+        self.on_evict = on_evict
         # The block that serves a hash, and apart from it the younger duplicates, oldest first.
         # Duplicates are rare; an OrderedDict drops its first entry in O(1), a dict does not.
         self._serving: dict[bytes, Block] = {}
@@ -105,9 +105,9 @@ class BlockPool:
             if block_hash is not None:
                 self._forget(block, block_hash)
                 evicted.append((block.block_id, block_hash))
-        if self._on_evict is not None:
+        if self.on_evict is not None:
             for block_id, block_hash in evicted:
-                self._on_evict(block_id, block_hash)
+                self.on_evict(block_id, block_hash)
         return taken
 
     def touch(self, blocks: Iterable[Block]) -> None:

@@ -1,0 +1,44 @@
+"""A namespace that stays open across stores: handles die with the store that gave them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ebbtide.connectors import protocol as wire
+
+if TYPE_CHECKING:
+    from ebbtide.connectors.client import Client, Completion
+
+
+class NamespaceLink:
+    """The handle of one descriptor at the store that answers now. Never waits."""
+
+    def __init__(self, client: Client, descriptor: list[list[object]]) -> None:
+        self._client = client
+        self._descriptor = descriptor
+        self._incarnation = 0
+        self._ticket = 0
+        self.handle: int | None = None
+        self.held_records = 0
+        self.held_bytes = 0
+
+    def renew(self) -> bool:
+        """Ask a new store for the namespace. True when the store changed since the last call."""
+        incarnation = self._client.incarnation
+        if incarnation == self._incarnation:
+            return False
+        self._incarnation = incarnation
+        self.handle = None
+        self._ticket = self._client.submit(wire.OpenNamespace(self._descriptor))
+        return True
+
+    def take(self, completion: Completion) -> bool:
+        """Whether the completion was ours."""
+        if completion.ticket != self._ticket or not self._ticket:
+            return False
+        self._ticket = 0
+        if isinstance(completion.message, wire.NamespaceOpened):
+            self.handle = completion.message.namespace
+            self.held_records = completion.message.records
+            self.held_bytes = completion.message.bytes
+        return True
