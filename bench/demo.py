@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import argparse
 
 BLOCK_SIZE = 16
-MODELS: dict[str, dict[str, int]] = {
+MODELS: dict[str, dict[str, Any]] = {
     "demo": {},
     "tiny": {
         "hidden_size": 64,

@@ -38,7 +38,7 @@ class PhaseSpec(msgspec.Struct, frozen=True):
     """What a phase process shall do."""
 
     shape: Shape
-    model: dict[str, int]  # arguments of ModelConfig
+    model: dict[str, Any]  # arguments of ModelConfig
     device_blocks: int
     rounds: list[Round]
     settings: dict[str, Any] | None = None  # of the store; None: no cache at all

@@ -1,0 +1,113 @@
+"""Plugging the reference engine into a store: the descriptor of its content, and both halves."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from ebbtide.allocator import none_hash
+from ebbtide.connectors.client import Client, LocalClient, SocketClient
+from ebbtide.connectors.offload.scheduler import OffloadScheduler, SchedulerBounds
+from ebbtide.connectors.offload.worker import OffloadWorker
+from ebbtide.errors import TierUnavailableError
+from ebbtide.kernels.layout import PagedLayout
+from ebbtide.tiers.device import DeviceCopies
+from ebbtide.tiers.namespace import Descriptor
+
+if TYPE_CHECKING:
+    from ebbtide.connectors.reference.engine import Engine
+    from ebbtide.tiers.runtime import ThreadRuntime
+    from ebbtide.tiers.store import Store
+
+CONNECT_TIMEOUT_S = 10.0
+
+
+class Halves(NamedTuple):
+    """What `attach_*` gave the engine."""
+
+    scheduler: OffloadScheduler
+    worker: OffloadWorker
+
+
+def describe(engine: Engine, layout: PagedLayout) -> Descriptor:
+    """The namespace of this engine's blocks: everything that changes their bytes or meaning."""
+    config = engine.runner.config
+    shape = (
+        f"llama hidden={config.hidden_size} heads={config.num_heads}/{config.num_kv_heads}"
+        f"x{config.head_dim} ffn={config.ffn_size} vocab={config.vocab_size}"
+        f" rope={config.rope_theta} eps={config.norm_eps} tied={config.tied_head}"
+    )
+    on_cpu = layout.device.type == "cpu"
+    return Descriptor(
+        format=1,
+        engine="reference/1",
+        model=shape,
+        weights=f"seeded/{engine.runner.seed}",
+        kv_dtype=str(layout.dtype).removeprefix("torch."),
+        block_size=engine.kv.block_size,
+        layers=tuple(f"full_attention.{number}" for number in range(config.num_layers)),
+        layout=json.dumps(layout.describe(), sort_keys=True),
+        tensor_parallel=1,
+        pipeline_parallel=1,
+        shard_rule="whole",
+        attention_isa=torch.backends.cpu.get_cpu_capability() if on_cpu else "",
+        hash_algorithm=engine.hash_algorithm,
+        hash_root=none_hash(engine.hash_algorithm).hex(),
+    )
+
+
+def attach_socket(
+    engine: Engine, socket_path: str, *, bounds: SchedulerBounds | None = None
+) -> Halves:
+    """Connect both halves to a store's process, each by its own connection, and wait until it
+    answers.
+
+    Raises TierUnavailableError when there is no store.
+    """
+    name = os.urandom(16)
+    control = SocketClient(socket_path, name, "scheduler", arena=False)
+    try:
+        data = SocketClient(socket_path, name, "worker", arena=True)
+    except TierUnavailableError:
+        control.close()
+        raise
+    return _attach(engine, control, data, bounds)
+
+
+def attach_local(
+    engine: Engine, store: Store, runtime: ThreadRuntime, *, bounds: SchedulerBounds | None = None
+) -> Halves:
+    """Connect both halves to a store in this process. The store stays the caller's."""
+    name = os.urandom(16)
+    control, data = LocalClient(store, runtime, name), LocalClient(store, runtime, name)
+    return _attach(engine, control, data, bounds)
+
+
+def _attach(
+    engine: Engine, control: Client, data: Client, bounds: SchedulerBounds | None
+) -> Halves:
+    layout = PagedLayout.from_tensors(engine.runner.kv_caches, block_dim=1)
+    descriptor = describe(engine, layout).pairs()
+    scheduler = OffloadScheduler(
+        control,
+        engine.pool,
+        descriptor=descriptor,
+        block_size=engine.kv.block_size,
+        record_bytes=layout.record_bytes,
+        bounds=bounds,
+    )
+    worker = OffloadWorker(data, DeviceCopies(layout), descriptor=descriptor)
+    halves = Halves(scheduler, worker)
+    deadline = time.monotonic() + CONNECT_TIMEOUT_S
+    while not (scheduler.ready and worker.ready):
+        if time.monotonic() > deadline:
+            worker.close()
+            scheduler.close()
+            raise TierUnavailableError("The store does not open the namespace")
+        control.wait(0.005)
+    engine.attach(scheduler, worker)
+    return halves

@@ -1,0 +1,84 @@
+"""The device side of the reference engine: the paged tensors and the forward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ebbtide.connectors.reference.model import Batch, Model, SequenceRange
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ebbtide.connectors.reference.model import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The tokens of one sequence to run: `token_ids` stand at `position` and after.
+
+    `block_ids` is the sequence's table, long enough for all of them.
+    """
+
+    token_ids: list[int]
+    position: int
+    block_ids: list[int]
+
+
+class Runner:
+    """A model and its KV.
+
+    `kv_caches` holds one tensor a layer, [2, num_blocks, block_size, kv_heads, head_dim] in the
+    model's dtype. All are views of a single allocation, so that a block is copied in one go. They
+    stay in place for the runner's life; a worker half registers them.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        num_blocks: int,
+        block_size: int,
+        device: str = "cpu",
+        seed: int = 0,
+    ) -> None:
+        self.config = config
+        self.seed = seed
+        self.block_size = block_size
+        self.device = torch.device(device)
+        self.model = Model(config, seed=seed, device=device)
+        shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        self.kv_caches: list[torch.Tensor] = list(
+            torch.zeros((config.num_layers, 2, *shape), dtype=config.dtype, device=self.device)
+        )
+
+    def execute(self, parts: Sequence[Part]) -> torch.Tensor:
+        """Logits float32 [parts, vocab] on the CPU for the last token of each part.
+
+        Writes the KV of all tokens. Parts may share blocks of a prefix, even one that another part
+        of the same call computes: every layer writes all its KV before it attends.
+        """
+        token_ids: list[int] = []
+        positions: list[torch.Tensor] = []
+        slots: list[torch.Tensor] = []
+        ranges: list[SequenceRange] = []
+        for part in parts:
+            end = part.position + len(part.token_ids)
+            table = torch.tensor(part.block_ids, dtype=torch.int64)
+            where = torch.arange(part.position, end)
+            block = torch.div(where, self.block_size, rounding_mode="floor")
+            positions.append(where)
+            slots.append(table[block] * self.block_size + where % self.block_size)
+            ranges.append(
+                SequenceRange(len(token_ids), len(part.token_ids), end, table.to(self.device))
+            )
+            token_ids += part.token_ids
+        batch = Batch(
+            torch.tensor(token_ids, dtype=torch.int64, device=self.device),
+            torch.cat(positions).to(self.device),
+            torch.cat(slots).to(self.device),
+            tuple(ranges),
+        )
+        return self.model.forward(batch, self.kv_caches).cpu()

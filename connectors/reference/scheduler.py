@@ -1,0 +1,225 @@
+"""Which tokens run in the next step: continuous batching, chunked prefill, first come first served.
+
+The order of calls to the block tables and to the scheduler half is vLLM's (V1 scheduler, 0.32):
+running requests first, preempting the youngest when blocks run out; then waiting ones, local lookup
+before the half is asked, nothing admitted in a step that preempted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from ebbtide.allocator import KVCacheManager
+    from ebbtide.connectors.reference.sequence import Sequence
+    from ebbtide.connectors.seam import LoadResult, SchedulerHalf
+
+
+class Scheduled(NamedTuple):
+    """`num_tokens` of a sequence run in this step, from its `num_computed_tokens` on."""
+
+    sequence: Sequence
+    num_tokens: int
+
+
+class Scheduler:
+    """Queues of the engine. Belongs to one thread; never waits.
+
+    A sequence is in exactly one place: `waiting`, `loading` (its blocks are being filled by the
+    worker half) or `running`. `half` may be set while all three are empty.
+    """
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        *,
+        max_batched_tokens: int,
+        max_running: int,
+        half: SchedulerHalf | None = None,
+    ) -> None:
+        self.kv = kv
+        self.half = half
+        self.max_batched_tokens = max_batched_tokens
+        self.max_running = max_running
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.loading: dict[str, Sequence] = {}
+        self.names: set[str] = set()  # of all sequences, and of aborted ones still being loaded
+        self._aborted_loads: dict[str, Sequence] = {}
+
+    @property
+    def has_sequences(self) -> bool:
+        """True until every sequence has finished and every load has been reported."""
+        return bool(self.names)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence; its keys go out to the half now."""
+        self.names.add(sequence.request_id)
+        self.waiting.append(sequence)
+        if self.half is not None:
+            request = sequence.request
+            self.half.on_new_request(
+                request.request_id, request.block_hashes, request.num_prompt_tokens
+            )
+
+    def schedule(self) -> list[Scheduled]:
+        """Choose this step's tokens, decodes before prefill chunks, and give them blocks."""
+        scheduled: list[Scheduled] = []
+        budget = self.max_batched_tokens
+        preempted = False
+        for sequence in sorted(self.running, key=lambda one: one.remaining_tokens > 1):
+            if budget == 0:
+                break
+            if sequence not in self.running:
+                continue  # preempted by one in front of it
+            count = min(sequence.remaining_tokens, budget)
+            done = {part.sequence.request_id for part in scheduled}
+            granted = self.kv.allocate_slots(sequence.request, count) is not None
+            while not granted:
+                # Never one that is in this step already: blocks it fills are cached as of now, and
+                # would be served without ever being computed.
+                victim = next(one for one in reversed(self.running) if one.request_id not in done)
+                self._preempt(victim)
+                preempted = True
+                if victim is sequence:
+                    break
+                granted = self.kv.allocate_slots(sequence.request, count) is not None
+            if granted:
+                scheduled.append(Scheduled(sequence, count))
+                budget -= count
+        if not preempted:
+            scheduled += self._admit(budget)
+        return scheduled
+
+    def computed(self, scheduled: list[Scheduled]) -> list[Sequence]:
+        """Advance what ran. Returns the sequences that now get their next token."""
+        ready = []
+        for sequence, count in scheduled:
+            sequence.request.num_computed_tokens += count
+            if sequence.remaining_tokens == 0:
+                ready.append(sequence)
+        return ready
+
+    def finish(self, sequence: Sequence) -> None:
+        """Release a running sequence that has all its tokens."""
+        self.running.remove(sequence)
+        self._release(sequence)
+        self._forget(sequence)
+
+    def abort(self, request_id: str) -> None:
+        """Drop a sequence wherever it is; does nothing when there is none of that name.
+
+        One that is being loaded keeps its blocks and its name until its load is reported: a copy
+        may still write.
+        """
+        loading = self.loading.pop(request_id, None)
+        if loading is not None:
+            self._aborted_loads[request_id] = loading
+            self._release(loading)
+            return
+        for queue in (self.waiting, self.running):
+            for sequence in queue:
+                if sequence.request_id == request_id:
+                    queue.remove(sequence)
+                    self._release(sequence)
+                    self._forget(sequence)
+                    return
+
+    def loads_ended(self, results: list[LoadResult]) -> None:
+        """Let sequences run whose load has ended, well or not.
+
+        The unbroken run of loaded blocks counts as computed and is cached from now on. Blocks
+        behind it are the sequence's own and get computed in place.
+        """
+        for result in results:
+            aborted = self._aborted_loads.pop(result.request_id, None)
+            if aborted is not None:
+                self._forget(aborted)
+            sequence = self.loading.pop(result.request_id, None)
+            if sequence is None:
+                continue
+            request = sequence.request
+            loaded = sequence.load_start_tokens + result.loaded_blocks * request.block_size
+            self.kv.cache_blocks(request, loaded)
+            # The last token is computed in any case: its logits are needed.
+            request.num_computed_tokens = min(loaded, request.num_tokens - 1)
+            sequence.load_ended(result)
+            request.is_running = True
+            self.running.append(sequence)
+
+    def _admit(self, budget: int) -> list[Scheduled]:
+        """Start waiting sequences, oldest first, until tokens, places or blocks run out."""
+        scheduled: list[Scheduled] = []
+        postponed: list[Sequence] = []
+        while self.waiting and budget and len(self.running) + len(self.loading) < self.max_running:
+            sequence = self.waiting.popleft()
+            request = sequence.request
+            hit = self.kv.get_computed_blocks(request)
+            external = self._external_tokens(sequence, hit.num_tokens)
+            if external is None:
+                postponed.append(sequence)  # the answer is under way: younger ones may go ahead
+                continue
+            count = 0 if external else min(request.num_tokens - hit.num_tokens, budget)
+            blocks = self.kv.allocate_slots(
+                request,
+                count,
+                hit,
+                num_external_computed_tokens=external,
+                delay_cache_blocks=external > 0,
+                full_sequence_must_fit=True,
+                has_scheduled_reqs=bool(self.running or self.loading),
+            )
+            if blocks is None:
+                postponed.append(sequence)
+                break
+            sequence.admitted(hit.num_tokens)
+            if self.half is not None:
+                table = self.kv.get_block_ids(request.request_id)
+                self.half.on_allocated(request.request_id, table, hit.num_tokens, external)
+            if external:
+                sequence.load_start_tokens = hit.num_tokens
+                self.loading[request.request_id] = sequence
+                continue
+            request.num_computed_tokens = hit.num_tokens
+            request.is_running = True
+            self.running.append(sequence)
+            scheduled.append(Scheduled(sequence, count))
+            budget -= count
+        self.waiting.extendleft(reversed(postponed))
+        return scheduled
+
+    def _external_tokens(self, sequence: Sequence, local_tokens: int) -> int | None:
+        """Tokens the half would load behind the device hit; None while its answer is under way.
+
+        Cut so that the last token is left to compute, whatever the half says.
+        """
+        if self.half is None:
+            return 0
+        request = sequence.request
+        matched = self.half.matched_tokens(request.request_id, local_tokens)
+        if matched is None:
+            return None
+        loadable = (request.num_tokens - 1) // request.block_size * request.block_size
+        return min(matched, loadable - local_tokens)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take all blocks from a running sequence and put it at the head of the queue."""
+        self.running.remove(sequence)
+        request = sequence.request
+        self.kv.free(request)
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        request.is_running = False
+        self.waiting.appendleft(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
+        """Give back a sequence's blocks and its name."""
+        self.kv.free(sequence.request)
+        self.names.discard(sequence.request_id)
+
+    def _release(self, sequence: Sequence) -> None:
+        """Tell the half that a sequence has ended."""
+        request = sequence.request
+        if self.half is not None:
+            self.half.request_finished(request.request_id, request.block_hashes)
