@@ -1,0 +1,10 @@
+"""What it costs: traces replayed against the real store, and measurements of every part.
+
+| module | what |
+|---|---|
+| `trace` | request traces as files: kvtrace-1 and Mooncake's JSON lines |
+| `records` | record contents that follow from the key alone, written and checked in the arena |
+| `rig` | a store in this process, of a size or of an exact number of records |
+| `progress` | how far a run is: a bar, or lines |
+| `replay` | `ebbtide replay`: a trace against that store |
+"""
