@@ -7,4 +7,10 @@
 | `rig` | a store in this process, of a size or of an exact number of records |
 | `progress` | how far a run is: a bar, or lines |
 | `replay` | `ebbtide replay`: a trace against that store |
+| `conversations` | multi-turn conversations over text that every Python ships |
+| `phase` | one phase of the demo, in a process of its own |
+| `demo`, `report` | `ebbtide demo`: the phases, and what they showed |
+| `pairs` | statistics of interleaved pairs, and the benchmark line |
+| `cli` | `ebbtide bench`: the benchmarks by name |
+| `offload`, `contestant`, `working_set`, `offload_report` | `ebbtide bench offload` |
 """

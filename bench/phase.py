@@ -194,9 +194,10 @@ class _Runner:
         return answer.report if isinstance(answer, wire.Report) else {}
 
     def close(self) -> int:
-        """Close the engine, wait for the store to drain. Returns how many hooks faulted."""
+        """Close the engine, have the store drain. Returns how many hooks faulted."""
         self.engine.close()
         if self.store is not None:
+            self.store.terminate()
             self.store.wait(STORE_EXIT_TIMEOUT_S)
         halves = self.halves
         return halves.scheduler.faults.count + halves.worker.faults.count if halves else 0

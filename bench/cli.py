@@ -1,0 +1,73 @@
+"""`ebbtide bench CASE`: measurements of parts and of the whole. A case is a module like a verb's.
+
+Only the chosen case's module is imported. Every case has `--json` and `--pairs`; the first line on
+standard output is the machine, as JSON, in either form.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from importlib import import_module
+from typing import NamedTuple, Protocol, cast
+
+from ebbtide.bench.pairs import PAIRS_MIN
+from ebbtide.errors import ConfigError
+from ebbtide.machine import describe_machine
+
+
+class BenchCase(NamedTuple):
+    """Where a case lives and what it measures."""
+
+    module: str
+    purpose: str
+
+
+class CaseModule(Protocol):
+    """What the module of a case offers: a verb's interface, one level down."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the case's own options."""
+        ...
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Measure, print, and return 0, or 1 when anything is INVALID."""
+        ...
+
+
+CASES = {
+    "offload": BenchCase(
+        "ebbtide.bench.offload", "an engine with tiers behind it against one that keeps all"
+    ),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The case; what follows it belongs to the case."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "cases:\n" + "\n".join(
+        f"  {name:<10}{case.purpose}" for name, case in CASES.items()
+    )
+    parser.add_argument("case", choices=sorted(CASES), metavar="CASE", help="what to measure")
+    parser.add_argument("options", nargs=argparse.REMAINDER, help="of the case: CASE --help")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run one case. 0 when all of its lines are valid, 1 when one is INVALID."""
+    case = CASES[args.case]
+    module = cast("CaseModule", import_module(case.module))
+    parser = argparse.ArgumentParser(
+        prog=f"ebbtide bench {args.case}", description=case.purpose, allow_abbrev=False
+    )
+    parser.add_argument("--json", action="store_true", help="JSON lines alone on standard output")
+    parser.add_argument(
+        "--pairs",
+        type=int,
+        help=f"measured rounds (default {PAIRS_MIN}; fewer never give the verdict RESOLVED)",
+    )
+    module.add_arguments(parser)
+    chosen = parser.parse_args(args.options)
+    if chosen.pairs is not None and chosen.pairs < 1:
+        raise ConfigError("--pairs is below one", next_step="Give a number of rounds.")
+    print(json.dumps({"machine": describe_machine()}), flush=True)
+    return module.run(chosen)
