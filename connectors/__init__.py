@@ -4,9 +4,12 @@
 |---|---|
 | `seam` | what an engine calls, on which half, and when |
 | `protocol` | frames: encode and feed, no I/O |
+| `message`, `requests`, `replies` | what the frames carry |
+| `strict_cbor` | the CBOR that control messages may use, and no more |
 | `session` | one client's messages against the store, over a socket or in-process |
+| `endpoint` | the socket path and its owner, and who is at the other end |
 | `server`, `serve` | the store's process |
-| `client` | submit and poll: the same interface over a socket and in-process |
+| `client_interface`, `client` | submit and poll: the same over a socket and in-process |
 | `process` | starting a private store |
 | `offload` | the two halves that every engine shares |
 | `reference` | a small engine that uses all of it |

@@ -1,89 +1,48 @@
-"""The client: `submit(message) -> ticket`, `poll() -> completions`. Never waits, never raises for a
-lost store: requests that cannot be answered complete with a `Failure`.
-
-`SocketClient` talks to a store's process, `LocalClient` to a store in this process; both are used
-from one thread. Usable by a scheduler that has no event loop.
+"""The two clients: `SocketClient` talks to a store's process, `LocalClient` to a store in this
+process. Both are used from one thread.
 """
 
 from __future__ import annotations
 
-import contextlib
+import fcntl
 import itertools
+import logging
 import os
 import select
 import socket
 import time
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING
 
 from ebbtide.connectors import protocol as wire
-from ebbtide.connectors.session import Session
-from ebbtide.errors import EbbtideError, ProtocolError, TierUnavailableError
+from ebbtide.connectors.client_interface import (
+    CROWDED,
+    LOST,
+    STREAMING,
+    Client,
+    Completion,
+    ask,
+    error_of,
+)
+from ebbtide.connectors.endpoint import receive_with_fds, trusted
+from ebbtide.connectors.session import Session, failure_of
+from ebbtide.errors import MisuseError, ProtocolError, TierUnavailableError
 from ebbtide.tiers.arena import Arena
 
 if TYPE_CHECKING:
     from ebbtide.tiers.runtime import ThreadRuntime
     from ebbtide.tiers.store import Store
 
+__all__ = ["Client", "Completion", "LocalClient", "SocketClient", "ask", "error_of"]
+
+_log = logging.getLogger("ebbtide.client")
+
 HANDSHAKE_TIMEOUT_S = 10.0
+HANDSHAKE_BYTES = 4096
 BACKOFF_FIRST_S = 0.05
-BACKOFF_MAX_S = 2.0
+BACKOFF_MAX_S = 1.0
 OUTBOX_BYTES_MAX = 2 * wire.FRAME_BYTES_MAX
-RECEIVE_BYTES = 256 << 10
-STREAMING = (wire.Batch, wire.Failed)  # answers that more answers follow
-
-LOST = wire.Failure("TierUnavailableError", "The store is not reachable; this is a miss")
-CROWDED = wire.Failure("NoSpaceError", "The store does not keep up; this is a miss")
-
-
-class Completion(NamedTuple):
-    """An answer. `final`: no more will come for the ticket."""
-
-    ticket: int
-    message: wire.Message
-    final: bool
-
-
-class Client(Protocol):
-    """What the halves of a connector use. One thread; no call waits except `wait`."""
-
-    @property
-    def incarnation(self) -> int:
-        """Rises with every store that was reached: handles and slots of an older one are void."""
-        ...
-
-    @property
-    def arena_generation(self) -> int:
-        """Which arena the offsets of this store belong to."""
-        ...
-
-    @property
-    def arena(self) -> Arena | None:
-        """The mapped arena of the present store; None while there is none."""
-        ...
-
-    @property
-    def load_window_bytes(self) -> int:
-        """How much one load may hold unacknowledged."""
-        ...
-
-    def submit(self, message: wire.Message) -> int:
-        """Send a request. Answers come from `poll`, also when the store is away."""
-        ...
-
-    def notify(self, message: wire.Message) -> None:
-        """Send a message that has no answer (touch, ack, release)."""
-        ...
-
-    def poll(self) -> list[Completion]:
-        """Everything that has been answered since the last call."""
-        ...
-
-    def wait(self, timeout_s: float) -> None:
-        """Sleep until `poll` may have something. Not for scheduler hooks."""
-        ...
-
-    def close(self) -> None: ...
+RECEIVE_BYTES = 64 << 10
 
 
 class LocalClient:
@@ -97,6 +56,7 @@ class LocalClient:
         self._runtime = runtime
         self._completions: deque[Completion] = deque()
         self._tickets = itertools.count(1)
+        self._closed = False
         self._session = Session(store, engine or os.urandom(16), self._receive)
 
     @property
@@ -105,11 +65,16 @@ class LocalClient:
 
     def submit(self, message: wire.Message) -> int:
         ticket = next(self._tickets)
-        self._session.handle(ticket, message)
+        refusal = LOST if self._closed else self._refusal(ticket, message)
+        if refusal is None:
+            self._session.handle(ticket, message)
+        else:
+            self._receive(ticket, refusal)
         return ticket
 
     def notify(self, message: wire.Message) -> None:
-        self._session.handle(0, message)
+        if not self._closed and self._refusal(0, message) is None:
+            self._session.handle(0, message)
 
     def poll(self) -> list[Completion]:
         self._runtime.run_ready()
@@ -122,32 +87,50 @@ class LocalClient:
 
     def close(self) -> None:
         """The store stays open. What this client held is given back: no process of it lives on."""
+        if self._closed:
+            return
+        self._closed = True
+        self._session.disconnected()
         self._session.store.engine_gone(self.engine)
         self.arena = None
 
     def _receive(self, ticket: int, message: wire.Message) -> None:
         self._completions.append(Completion(ticket, message, not isinstance(message, STREAMING)))
 
+    def _refusal(self, ticket: int, message: wire.Message) -> wire.Failure | None:
+        """What no socket would carry is refused here too."""
+        try:
+            wire.encode(ticket, message)
+        except MisuseError as error:
+            return failure_of(error)
+        return None
+
 
 class SocketClient:
     """A client of a store's process. Reconnects by itself, with backoff; misses meanwhile."""
 
     def __init__(self, path: str, engine: bytes, role: str, *, arena: bool) -> None:
-        """Connects at once. Raises TierUnavailableError when nobody answers within 10 s."""
+        """Connects at once. Raises TierUnavailableError when nobody answers within 10 s, or with
+        the store's own words when it refuses this client.
+        """
         self.path = path
         self.engine = engine
         self.incarnation = 0
         self.arena_generation = 0
         self.arena: Arena | None = None
         self.load_window_bytes = 0
-        self._role = role
+        self._hello = wire.encode(0, wire.Hello(engine, role, arena))
         self._wants_arena = arena
+        self._frame_bytes_max = wire.FRAME_BYTES_MAX
         self._socket: socket.socket | None = None
+        self._poller = select.poll()
         self._decoder = wire.Decoder()
         self._outbox = bytearray()
+        self._inbox = memoryview(bytearray(RECEIVE_BYTES))
         self._fds: list[int] = []
         self._greeted = False
         self._closed = False
+        self._goodbye = ""  # why the last connection ended, in the store's words
         self._retry_at = 0.0
         self._backoff_s = BACKOFF_FIRST_S
         self._tickets = itertools.count(1)
@@ -162,23 +145,34 @@ class SocketClient:
 
     def submit(self, message: wire.Message) -> int:
         ticket = next(self._tickets)
-        if not self._greeted:
-            self._completions.append(Completion(ticket, LOST, True))
-        elif len(self._outbox) > OUTBOX_BYTES_MAX:
-            self._completions.append(Completion(ticket, CROWDED, True))
-        else:
-            self._open.add(ticket)
-            self._send(ticket, message)
+        refusal = self._refusal()
+        if refusal is None:
+            try:
+                frame = wire.encode(ticket, message, self._frame_bytes_max)
+            except MisuseError as error:
+                refusal = failure_of(error)
+            else:
+                self._open.add(ticket)
+                self._send(frame)
+        if refusal is not None:
+            self._completions.append(Completion(ticket, refusal, True))
         return ticket
 
     def notify(self, message: wire.Message) -> None:
-        if self._greeted:
-            self._send(0, message)
+        # Acks and releases are few and small and free the store's slots; a touch can be spared.
+        if self._refusal() is None or (self._greeted and not isinstance(message, wire.Touch)):
+            try:
+                frame = wire.encode(0, message, self._frame_bytes_max)
+            except MisuseError as error:
+                _log.warning("A message was not sent: %s", error)
+            else:
+                self._send(frame)
 
     def poll(self) -> list[Completion]:
         if self._socket is None and not self._closed and time.monotonic() >= self._retry_at:
             self._connect()
-        self._flush()
+        if self._outbox:
+            self._flush()
         self._receive()
         completions, self._completions = self._completions, deque()
         return list(completions)
@@ -189,27 +183,31 @@ class SocketClient:
         if self._socket is None:
             time.sleep(min(timeout_s, BACKOFF_FIRST_S))
             return
-        writing = [self._socket] if self._outbox else []
-        select.select([self._socket], writing, [], timeout_s)
+        events = select.POLLIN | select.POLLOUT if self._outbox else select.POLLIN
+        self._poller.modify(self._socket, events)
+        self._poller.poll(timeout_s * 1000)
 
     def close(self) -> None:
-        """Leave. The store takes back what this process held when the process exits."""
+        """Leave. The store takes back what this process held when the process exits. Idempotent."""
         self._closed = True
         self._lose()
-        if self.arena is not None:
-            self.arena.close()
-            self.arena = None
+        self._unmap()
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _refusal(self) -> wire.Failure | None:
+        if not self._greeted:
+            return LOST
+        return CROWDED if len(self._outbox) > OUTBOX_BYTES_MAX else None
 
     def _greet(self, deadline: float) -> None:
         self._connect()
         while not self._greeted:
-            if time.monotonic() > deadline or (self._socket is None and self._refused):
+            if self._goodbye or time.monotonic() > deadline:
                 self.close()
                 raise TierUnavailableError(
-                    "No store answers on the socket",
-                    next_step="Start one with `ebbtide serve`, or check its log.",
+                    self._goodbye or "No store answers on the socket",
+                    next_step="Start one with `ebbtide serve`, or read its log.",
                     socket=self.path,
                 )
             self.wait(0.05)
@@ -218,22 +216,27 @@ class SocketClient:
     def _connect(self) -> None:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         connection.setblocking(False)
-        self._refused = False
         try:
             connection.connect(self.path)
+        except BlockingIOError:  # its backlog is full: a store that is busy
+            connection.close()
+            self._retry_later()
+            return
         except OSError as error:
             connection.close()
-            # A full backlog (EAGAIN) is a store that is busy starting; anything else is no store.
-            self._refused = not isinstance(error, BlockingIOError)
-            self._retry_at = time.monotonic() + self._backoff_s
-            self._backoff_s = min(2 * self._backoff_s, BACKOFF_MAX_S)
+            self._part(f"No store listens on the socket ({error.strerror})")
+            return
+        if not trusted(connection):
+            connection.close()
+            self._part("The socket belongs to another user")
             return
         self._socket = connection
+        self._poller.register(connection, select.POLLIN)
         self._decoder = wire.Decoder()
-        self._send(0, wire.Hello(self.engine, self._role, self._wants_arena))
+        self._send(self._hello)
 
-    def _send(self, ticket: int, message: wire.Message) -> None:
-        self._outbox += wire.encode(ticket, message)
+    def _send(self, frame: bytes) -> None:
+        self._outbox += frame
         self._flush()
 
     def _flush(self) -> None:
@@ -242,33 +245,43 @@ class SocketClient:
                 sent = self._socket.send(self._outbox)
             except BlockingIOError:
                 return
-            except OSError:
-                self._lose()
+            except OSError as error:
+                self._part(f"The connection broke ({error.strerror})")
                 return
             del self._outbox[:sent]
 
     def _receive(self) -> None:
         while self._socket is not None:
             try:
-                data, fds, _, _ = socket.recv_fds(self._socket, RECEIVE_BYTES, 1)
+                data = self._read(self._socket)
             except BlockingIOError:
                 return
-            except OSError:
-                self._lose()
+            except OSError as error:
+                self._part(f"The connection broke ({error.strerror})")
                 return
-            self._fds.extend(fds)
             if not data:
-                self._lose()
+                self._part("The store closed the connection")
                 return
             try:
                 messages = self._decoder.feed(data)
-            except ProtocolError:
-                self._lose()
+            except ProtocolError as error:
+                self._part(f"The store does not keep to the protocol: {error}")
                 return
             for ticket, message in messages:
                 self._take(ticket, message)
+            if self._greeted and len(data) < RECEIVE_BYTES:
+                return  # a short read of a stream has emptied it
+
+    def _read(self, connection: socket.socket) -> bytes | memoryview:
+        if self._greeted:
+            return self._inbox[: connection.recv_into(self._inbox)]
+        data, fds = receive_with_fds(connection, HANDSHAKE_BYTES)
+        self._fds.extend(fds)
+        return data
 
     def _take(self, ticket: int, message: wire.Message) -> None:
+        if self._socket is None:
+            return
         if isinstance(message, wire.Welcome):
             self._welcomed(message)
         elif ticket in self._open:
@@ -277,63 +290,66 @@ class SocketClient:
                 self._open.discard(ticket)
             self._completions.append(Completion(ticket, message, final))
         elif isinstance(message, wire.Failure) and ticket == 0:
-            self._lose()
+            self._part(f"The store ended the connection: {error_of(message)}")
 
     def _welcomed(self, welcome: wire.Welcome) -> None:
         """The lost arena is unmapped before the new one is attached: its offsets are void."""
+        if self._greeted:
+            return
+        self._unmap()
+        if self._wants_arena:
+            self.arena = _attach(self._fds, welcome.arena_bytes)
+            if self.arena is None:
+                self._part("The store's arena could not be mapped")
+                return
+        self.arena_generation = welcome.arena_generation
+        self.load_window_bytes = welcome.load_window_bytes
+        self._frame_bytes_max = min(welcome.frame_bytes_max, wire.FRAME_BYTES_MAX)
+        self.incarnation += 1
+        self._greeted = True
+        self._goodbye = ""
+        self._backoff_s = BACKOFF_FIRST_S
+
+    def _unmap(self) -> None:
         if self.arena is not None:
             self.arena.close()
             self.arena = None
-        if self._wants_arena:
-            if not self._fds:
-                self._lose()
-                return
-            self.arena = Arena.attach(self._fds.pop(0))
-        self.arena_generation = welcome.arena_generation
-        self.load_window_bytes = welcome.load_window_bytes
-        self.incarnation += 1
-        self._greeted = True
-        self._backoff_s = BACKOFF_FIRST_S
+
+    def _part(self, reason: str) -> None:
+        """The connection ended, or there was none to have."""
+        if reason != self._goodbye:
+            _log.warning("No store at %s for now: %s", self.path, reason)
+        self._goodbye = reason
+        self._lose()
 
     def _lose(self) -> None:
         if self._socket is not None:
+            self._poller.unregister(self._socket)
             self._socket.close()
             self._socket = None
-        for fd in self._fds:
-            with contextlib.suppress(OSError):
-                os.close(fd)
-        self._fds.clear()
+        while self._fds:
+            os.close(self._fds.pop())
         self._greeted = False
         self._outbox.clear()
-        self._retry_at = time.monotonic() + self._backoff_s
-        self._backoff_s = min(2 * self._backoff_s, BACKOFF_MAX_S)
+        self._retry_later()
         lost, self._open = self._open, set()
         self._completions.extend(Completion(ticket, LOST, True) for ticket in sorted(lost))
 
-
-def ask(client: Client, message: wire.Message, timeout_s: float = 10.0) -> wire.Message:
-    """Submit and wait for the one answer: for tools and tests, never for a scheduler hook.
-
-    Raises the error that a Failure carries, and TierUnavailableError after `timeout_s`. Other
-    completions that arrive meanwhile are lost: use it on a client with nothing else open.
-    """
-    ticket = client.submit(message)
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        for completion in client.poll():
-            if completion.ticket == ticket and completion.final:
-                if isinstance(completion.message, wire.Failure):
-                    raise error_of(completion.message)
-                return completion.message
-        client.wait(0.05)
-    raise TierUnavailableError("The store did not answer in time", timeout_s=timeout_s)
+    def _retry_later(self) -> None:
+        self._retry_at = time.monotonic() + self._backoff_s
+        self._backoff_s = min(2 * self._backoff_s, BACKOFF_MAX_S)
 
 
-def error_of(failure: wire.Failure) -> EbbtideError:
-    """The error that a Failure carries."""
-    kinds = {kind.__name__: kind for kind in _all_errors(EbbtideError)}
-    return kinds.get(failure.error, EbbtideError)(failure.problem, next_step=failure.next_step)
-
-
-def _all_errors(base: type[EbbtideError]) -> list[type[EbbtideError]]:
-    return [base, *(kind for child in base.__subclasses__() for kind in _all_errors(child))]
+def _attach(fds: list[int], arena_bytes: int) -> Arena | None:
+    """Map the arena that came with WELCOME; only one that nobody can shrink under the mapping."""
+    if not fds:
+        return None
+    fd = fds.pop(0)
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        if seals & fcntl.F_SEAL_SHRINK and os.fstat(fd).st_size == arena_bytes:
+            return Arena.attach(fd)
+    except (OSError, ValueError) as error:
+        _log.warning("The arena could not be mapped: %s", error)
+    os.close(fd)
+    return None

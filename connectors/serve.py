@@ -7,18 +7,24 @@ import asyncio
 import logging
 import os
 import sys
+import threading
 from typing import TYPE_CHECKING
 
 from ebbtide.config import check_fits, load_config
+from ebbtide.connectors.endpoint import Endpoint
 from ebbtide.connectors.server import AsyncioRuntime, StoreServer
 from ebbtide.errors import ConfigError, EbbtideError
 from ebbtide.tiers.opening import OpenStore
 from ebbtide.tiers.runtime import POPULATE, READ, WRITE
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ebbtide.config import Config
 
 _log = logging.getLogger("ebbtide.serve")
+
+PREDECESSOR_GRACE_S = 5.0  # beyond its drain timeout, for a store that is just ending
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,51 +37,71 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until told to stop. 0 when everything was drained to disk, else 1."""
-    ready_fd = args.ready_fd
+    starter = _Starter(args.ready_fd)
     try:
         config = load_config(args.extra, file=args.config).config
+        if config.socket is None:
+            raise ConfigError(
+                "A store needs a socket", next_step='Set `socket = "/path/to/socket"`.'
+            )
         check_fits(config)
-        return asyncio.run(_serve(config, private=args.private, ready_fd=ready_fd))
+        # Taken first and given back last: a successor opens nothing that we still hold.
+        endpoint = Endpoint(config.socket, config.limits.drain_timeout_s + PREDECESSOR_GRACE_S)
+        try:
+            clean = asyncio.run(_serve(config, endpoint, starter.ready, private=args.private))
+        finally:
+            endpoint.close()
     except EbbtideError as error:
-        _tell(ready_fd, f"error {error}\n")
+        starter.refused(error)
         raise
+    if not clean:
+        # I/O threads may hang on a device; to wait for them is to hang too. What is on disk is
+        # whole at any moment, so to leave now costs only what was not yet written.
+        _log.warning("the store ends without having written everything")
+        logging.shutdown()
+        os._exit(1)
+    return 0
 
 
-async def _serve(config: Config, *, private: bool, ready_fd: int | None) -> int:
-    if config.socket is None:
-        raise ConfigError("A store needs a socket", next_step='Set `socket = "/path/to/socket"`.')
-    disk = config.disk
+async def _serve(
+    config: Config, endpoint: Endpoint, ready: Callable[[], None], *, private: bool
+) -> bool:
+    disk, limits = config.disk, config.limits
     threads = {READ: disk.read_threads, WRITE: disk.write_threads} if disk else {}
     runtime = AsyncioRuntime(asyncio.get_running_loop(), threads)
+    opened = OpenStore(config, runtime)
+    ending = threading.Event()
+    clean = hurried = False
     try:
-        opened = OpenStore(config, runtime)
-        clean = False
-        try:
-            server = StoreServer(
-                opened,
-                config.socket,
-                private=private,
-                drain_timeout_s=config.limits.drain_timeout_s,
-                connections_max=config.limits.connections_max,
-            )
-            if config.memory.populate:
-                _populate(opened, runtime)
-            _announce(opened, config)
-            _tell(ready_fd, "ready\n")
-            clean = await server.run()
-        finally:
-            opened.close(clean)
+        server = StoreServer(
+            opened.store,
+            endpoint.listen(),
+            private=private,
+            drain_timeout_s=limits.drain_timeout_s,
+            connections_max=limits.connections_max,
+            frame_bytes_max=limits.frame_max_bytes,
+        )
+        if config.memory.populate:
+            _populate(opened, runtime, ending)
+        _announce(opened, config)
+        ready()
+        clean = await server.run()
+        hurried = not clean
+        return clean
     finally:
-        runtime.close()
-    return 0 if clean or disk is None else 1
+        ending.set()
+        if not hurried:
+            runtime.close()
+            opened.close(clean)
 
 
-def _populate(opened: OpenStore, runtime: AsyncioRuntime) -> None:
+def _populate(opened: OpenStore, runtime: AsyncioRuntime, ending: threading.Event) -> None:
     """Back the arena with pages in the background, while the first engine loads its weights."""
     arena = opened.store.arena
 
     def populate(step: tuple[int, int]) -> None:
-        arena.populate(*step)
+        if not ending.is_set():
+            arena.populate(*step)
 
     runtime.start(POPULATE, populate, arena.populate_steps(), lambda outcomes: None)
 
@@ -96,12 +122,26 @@ def _announce(opened: OpenStore, config: Config) -> None:
     )
 
 
-def _tell(ready_fd: int | None, line: str) -> None:
-    """One line to the process that started us; then the pipe is closed."""
-    if ready_fd is None:
-        return
-    try:
-        os.write(ready_fd, line.encode())
-    except OSError:
-        sys.stderr.write("ebbtide: the process that started this store is gone\n")
-    os.close(ready_fd)
+class _Starter:
+    """The process that started this one and waits for a line: "ready", or why not."""
+
+    def __init__(self, fd: int | None) -> None:
+        self._fd = fd
+
+    def ready(self) -> None:
+        """The store accepts connections."""
+        self._tell("ready")
+
+    def refused(self, error: EbbtideError) -> None:
+        """The store will not start. No-op when it has."""
+        self._tell(f"{type(error).__name__} {' '.join(str(error).split())}")
+
+    def _tell(self, line: str) -> None:
+        if self._fd is None:
+            return
+        fd, self._fd = self._fd, None
+        try:
+            os.write(fd, f"{line}\n".encode())
+        except OSError:
+            sys.stderr.write("ebbtide: the process that started this store is gone\n")
+        os.close(fd)

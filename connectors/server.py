@@ -4,32 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
+import errno
 import logging
 import os
 import signal
 import socket
-import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ebbtide.connectors import protocol as wire
+from ebbtide.connectors.endpoint import Process, has_exited, peer_process, trusted
 from ebbtide.connectors.session import Session, failure_of
-from ebbtide.errors import ConfigError, ProtocolError
+from ebbtide.errors import ProtocolError
 from ebbtide.tiers.runtime import ThreadRuntime, Timer
+from ebbtide.tiers.supervisor import supervised
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ebbtide.tiers.opening import OpenStore
+    from ebbtide.tiers.store import Store
 
 _log = logging.getLogger("ebbtide.server")
 
-RECEIVE_BYTES = 256 << 10
-OUTBOX_BYTES_MAX = 16 * wire.FRAME_BYTES_MAX  # a client that does not read is cut off
-SOCKET_PATH_MAX = 107  # sun_path
-SO_PEERPIDFD = 77  # Linux 6.5; not named in Python 3.11
+RECEIVE_BYTES = 64 << 10
+OUTBOX_BYTES_MAX = 4 * wire.FRAME_BYTES_MAX  # a client that does not read is cut off
 FIRST_ENGINE_TIMEOUT_S = 60.0
-_CREDENTIALS = struct.Struct("3i")
+DRAIN_GRACE_S = 1.0
+ACCEPT_PAUSE_S = 1.0  # after this process has run out of descriptors
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+FAULT = wire.Failure("EbbtideError", "The store met a fault of its own; its log has the trace")
 
 
 class AsyncioRuntime(ThreadRuntime):
@@ -58,7 +62,7 @@ class _Engine:
     """The processes of one engine: whoever maps the arena, and every open connection."""
 
     def __init__(self) -> None:
-        self.mapping: set[int] = set()  # pidfds of live processes that were given the arena
+        self.mapping: dict[object, int] = {}  # pidfds of processes that were given the arena
         self.connections: set[_Connection] = set()
 
 
@@ -69,52 +73,75 @@ class _Connection:
         self._server = server
         self._peer = peer
         self._loop = server.loop
-        self._decoder = wire.Decoder()
+        self._decoder = wire.Decoder(server.welcome.frame_bytes_max)
         self._outbox = bytearray()
+        self._arena_fd: int | None = None  # to ride with the next byte
+        self._waiting = False  # for the peer to read
+        self._closed = False
         self.session: Session | None = None
         self._loop.add_reader(peer, self._readable)
 
     def send(self, ticket: int, message: wire.Message) -> None:
-        if self._peer.fileno() < 0:
+        if self._closed:
             return
         self._outbox += wire.encode(ticket, message)
-        self._writable()
+        if not self._waiting:
+            self._writable()
         if len(self._outbox) > OUTBOX_BYTES_MAX:
             _log.warning("A client does not read its answers; its connection ends")
             self.close()
 
     def close(self) -> None:
-        if self._peer.fileno() < 0:
+        if self._closed:
             return
+        self._closed = True
         self._loop.remove_reader(self._peer)
         self._loop.remove_writer(self._peer)
         self._peer.close()
+        self._outbox.clear()
         if self.session is not None:
             self.session.disconnected()
         self._server.connection_closed(self)
 
     def _readable(self) -> None:
+        inbox = self._server.inbox
         try:
-            data = self._peer.recv(RECEIVE_BYTES)
+            size = self._peer.recv_into(inbox)
         except BlockingIOError:
             return
         except OSError:
-            data = b""
-        if not data:
+            size = 0
+        if not size:
             self.close()
             return
         try:
-            for ticket, message in self._decoder.feed(data):
-                self._handle(ticket, message)
+            messages = self._decoder.feed(inbox[:size])
         except ProtocolError as error:
-            _log.warning("A connection ends: %s", error)
-            self.send(0, failure_of(error))
-            self.close()
-
-    def _handle(self, ticket: int, message: wire.Message) -> None:
-        if self.session is not None:
-            self.session.handle(ticket, message)
+            self._refuse(error)
             return
+        for ticket, message in messages:
+            if self._closed:
+                return
+            if not supervised(self._take, ticket, message):
+                self._server.count_fault()
+                if message.answered:
+                    self.send(ticket, FAULT)
+
+    def _take(self, ticket: int, message: wire.Message) -> None:
+        try:
+            if self.session is not None:
+                self.session.handle(ticket, message)
+            else:
+                self._greet(message)
+        except ProtocolError as error:
+            self._refuse(error)
+
+    def _refuse(self, error: ProtocolError) -> None:
+        _log.warning("A connection ends: %s", error)
+        self.send(0, failure_of(error))
+        self.close()
+
+    def _greet(self, message: wire.Message) -> None:
         if not isinstance(message, wire.Hello):
             raise ProtocolError("The first frame must be HELLO", kind=message.kind)
         if message.protocol[0] != wire.VERSION[0]:
@@ -124,107 +151,137 @@ class _Connection:
                 client=message.protocol,
                 store=wire.VERSION,
             )
+        process = None
+        if message.arena:
+            try:
+                process = peer_process(self._peer)
+            except OSError as error:
+                raise ProtocolError(
+                    "The store cannot watch this process, so it cannot lend it the arena",
+                    reason=error.strerror,
+                ) from error
+            self._arena_fd = self._server.store.arena.fd
+        _log.info("engine %s: a %r connects", message.engine.hex(), message.role)
         self.session = Session(self._server.store, message.engine, self.send)
-        self._welcome(message)
-
-    def _welcome(self, hello: wire.Hello) -> None:
-        server = self._server
-        frame = wire.encode(0, server.welcome)
-        self._outbox += frame
-        if not hello.arena:
-            server.engine_connected(hello.engine, self, None)
-            self._writable()
-            return
-        server.engine_connected(hello.engine, self, _pidfd_of(self._peer))
-        # The fd rides with the frame's first byte; a fresh socket's buffer has room for both.
-        sent = socket.send_fds(self._peer, [self._outbox], [server.store.arena.fd])
-        del self._outbox[:sent]
-        self._writable()
+        self._server.engine_connected(message.engine, self, process)
+        self.send(0, self._server.welcome)
 
     def _writable(self) -> None:
-        while self._outbox:
+        while self._outbox and not self._closed:
             try:
-                sent = self._peer.send(self._outbox)
+                sent = self._transmit()
             except BlockingIOError:
-                self._loop.add_writer(self._peer, self._writable)
+                if not self._waiting:
+                    self._waiting = True
+                    self._loop.add_writer(self._peer, self._writable)
                 return
             except OSError:
+                # Not at once: whoever sends may be in the middle of its own bookkeeping.
+                self._outbox.clear()
                 self._loop.call_soon(self.close)
                 return
             del self._outbox[:sent]
-        self._loop.remove_writer(self._peer)
+        if self._waiting and not self._closed:
+            self._waiting = False
+            self._loop.remove_writer(self._peer)
+
+    def _transmit(self) -> int:
+        if self._arena_fd is None:
+            return self._peer.send(self._outbox)
+        sent = socket.send_fds(self._peer, [self._outbox], [self._arena_fd])
+        self._arena_fd = None
+        return sent
 
 
 class StoreServer:
-    """Serves one open store on a Unix socket until it is told to stop.
+    """Serves one open store on a listening socket until it is told to stop.
 
     `private`: stop by itself when the last engine has gone, or when none came within a minute.
     """
 
     def __init__(
         self,
-        opened: OpenStore,
-        socket_path: str,
+        store: Store,
+        listener: socket.socket,
         *,
         private: bool,
         drain_timeout_s: float,
         connections_max: int = 256,
+        frame_bytes_max: int = wire.FRAME_BYTES_MAX,
     ) -> None:
         self.loop = asyncio.get_running_loop()
-        self.opened = opened
-        self.store = opened.store
+        self.store = store
+        self.inbox = memoryview(bytearray(RECEIVE_BYTES))
         self.welcome = wire.Welcome(
             store=os.urandom(16),
             arena_generation=int.from_bytes(os.urandom(6), "little"),
-            arena_bytes=self.store.arena.capacity_bytes,
-            alignment=self.store.memory.space.alignment,
-            load_window_bytes=self.store.bounds.load_window_bytes,
+            arena_bytes=store.arena.capacity_bytes,
+            alignment=store.memory.space.alignment,
+            load_window_bytes=store.bounds.load_window_bytes,
+            frame_bytes_max=frame_bytes_max,
         )
-        self._path = socket_path
         self._private = private
         self._drain_timeout_s = drain_timeout_s
         self._connections_max = connections_max
         self._engines: dict[bytes, _Engine] = {}
         self._connections: set[_Connection] = set()
         self._stopping = self.loop.create_future()
-        self._lock_fd, self._listener = _listen(socket_path)
-        self.loop.add_reader(self._listener, self._accept)
+        self._listener = listener
+        self.loop.set_exception_handler(self._callback_failed)
+        for number in _STOP_SIGNALS:
+            self.loop.add_signal_handler(number, self.stop)
+        self._listen()
 
     async def run(self) -> bool:
         """Serve until SIGTERM, SIGINT or the private end; drain. True when everything is durable.
 
         A second signal ends the drain at once.
         """
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self.loop.add_signal_handler(number, self.stop)
         if self._private:
             self.loop.call_later(FIRST_ENGINE_TIMEOUT_S, self._stop_if_deserted)
         await self._stopping
         self.loop.remove_reader(self._listener)
         self._listener.close()
+        drained: asyncio.Future[bool] = self.loop.create_future()
+        for number in _STOP_SIGNALS:
+            self.loop.add_signal_handler(number, _set, drained, False)
         for connection in list(self._connections):
             connection.close()
-        drained: asyncio.Future[bool] = self.loop.create_future()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self.loop.remove_signal_handler(number)
-            self.loop.add_signal_handler(number, lambda: _set(drained, False))
         self.store.drain(self._drain_timeout_s, lambda ok: _set(drained, ok))
+        # The store keeps to the deadline itself, unless it waits for a disk that hangs.
+        self.loop.call_later(self._drain_timeout_s + DRAIN_GRACE_S, _set, drained, False)
         clean = await drained
-        self._unlisten()
+        for engine in self._engines.values():
+            for pidfd in engine.mapping.values():
+                self.loop.remove_reader(pidfd)
+                os.close(pidfd)
+        self._engines.clear()
         return clean
 
     def stop(self) -> None:
         """Stop serving and drain. Idempotent."""
-        if not self._stopping.done():
-            self._stopping.set_result(None)
+        _set(self._stopping, True)
 
-    def engine_connected(self, engine: bytes, connection: _Connection, pidfd: int | None) -> None:
-        """A client has said which engine it belongs to; `pidfd` when it gets the arena."""
+    def count_fault(self) -> None:
+        """A callback raised: a bug, logged with its trace. The store goes on."""
+        self.store.counts["faults"] += 1
+
+    def engine_connected(
+        self, engine: bytes, connection: _Connection, process: Process | None
+    ) -> None:
+        """A client has said which engine it belongs to; `process` when it gets the arena."""
         known = self._engines.setdefault(engine, _Engine())
         known.connections.add(connection)
-        if pidfd is not None:
-            known.mapping.add(pidfd)
-            self.loop.add_reader(pidfd, self._process_exited, engine, pidfd)
+        if process is None:
+            return
+        watched = known.mapping.get(process.identity)
+        if watched is not None and not has_exited(watched):
+            os.close(process.pidfd)  # it has connected before
+            return
+        if watched is not None:
+            self._process_exited(engine, process.identity)
+        known.mapping[process.identity] = process.pidfd
+        self.loop.add_reader(process.pidfd, self._process_exited, engine, process.identity)
 
     def connection_closed(self, connection: _Connection) -> None:
         """Nothing is freed by this alone: the process may live on and copy."""
@@ -235,10 +292,10 @@ class StoreServer:
                 engine.connections.discard(connection)
                 self._check_gone(connection.session.engine)
 
-    def _process_exited(self, engine: bytes, pidfd: int) -> None:
+    def _process_exited(self, engine: bytes, identity: object) -> None:
+        pidfd = self._engines[engine].mapping.pop(identity)
         self.loop.remove_reader(pidfd)
         os.close(pidfd)
-        self._engines[engine].mapping.discard(pidfd)
         self._check_gone(engine)
 
     def _check_gone(self, engine: bytes) -> None:
@@ -253,13 +310,21 @@ class StoreServer:
         if self._private and not self._engines:
             self.stop()
 
+    def _listen(self) -> None:
+        if not self._stopping.done():
+            self.loop.add_reader(self._listener, self._accept)
+
     def _accept(self) -> None:
         try:
             peer, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionError):
+        except OSError as error:
+            if error.errno in _EXHAUSTED:
+                _log.error("No connection can be accepted: %s", error.strerror)
+                self.loop.remove_reader(self._listener)
+                self.loop.call_later(ACCEPT_PAUSE_S, self._listen)
             return
         peer.setblocking(False)
-        if _peer_uid(peer) not in (os.geteuid(), 0):
+        if not trusted(peer):
             _log.warning("A connection of another user was refused")
             peer.close()
         elif len(self._connections) >= self._connections_max:
@@ -268,64 +333,9 @@ class StoreServer:
         else:
             self._connections.add(_Connection(self, peer))
 
-    def _unlisten(self) -> None:
-        for engine in self._engines.values():
-            for pidfd in engine.mapping:
-                self.loop.remove_reader(pidfd)
-                os.close(pidfd)
-        self._engines.clear()
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path)
-        os.close(self._lock_fd)
-
-
-def _listen(path: str) -> tuple[int, socket.socket]:
-    """Own the socket path: a lock beside it decides, not the file itself, which a kill leaves
-    behind.
-    """
-    if len(os.fsencode(path)) > SOCKET_PATH_MAX:
-        raise ConfigError(
-            "The socket path is too long for a Unix socket",
-            next_step="Choose a shorter `socket`.",
-            path=path,
-            bytes_max=SOCKET_PATH_MAX,
-        )
-    os.makedirs(os.path.dirname(path) or ".", mode=0o700, exist_ok=True)
-    lock_fd = os.open(path + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock_fd)
-        raise ConfigError(
-            "Another store serves this socket",
-            next_step="Connect to it, stop it, or choose another `socket`.",
-            socket=path,
-        ) from None
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    listener.setblocking(False)
-    previous = os.umask(0o177)
-    try:
-        listener.bind(path)
-    finally:
-        os.umask(previous)
-    listener.listen(128)
-    return lock_fd, listener
-
-
-def _peer_uid(peer: socket.socket) -> int:
-    packed = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(packed)[1])
-
-
-def _pidfd_of(peer: socket.socket) -> int:
-    """A pidfd of the connecting process; free of pid reuse where the kernel offers it."""
-    try:
-        return peer.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
-    except OSError:
-        packed = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        return os.pidfd_open(_CREDENTIALS.unpack(packed)[0])
+    def _callback_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        self.count_fault()
+        loop.default_exception_handler(context)
 
 
 def _set(future: asyncio.Future[bool], value: bool) -> None:

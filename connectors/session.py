@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 LOADS_MAX = 1024  # open loads of one client; more are answered BUSY
 EVENTS_MAX = 4096  # events in one answer
+PROBLEM_CHARACTERS_MAX = 1000  # of a failure's text: it may quote what the client sent
 
 
 class _LoadReplies:
@@ -55,19 +56,23 @@ class Session:
         self.engine = engine
         self.send = send
         self._loads: dict[int, Load] = {}
+        self._gone = False
 
     def handle(self, ticket: int, message: wire.Message) -> None:
         """Act on one message."""
+        if message.answered and not ticket:
+            raise ProtocolError("A request needs a ticket for its answer", kind=message.kind)
         try:
             self._dispatch(ticket, message)
         except ProtocolError:
             raise
         except EbbtideError as error:
-            if ticket:  # a message without an answer has no failure either
+            if message.answered:  # a message without an answer has no failure either
                 self.send(ticket, failure_of(error))
 
     def disconnected(self) -> None:
         """The connection is gone. What it was granted stays pinned: its process may copy."""
+        self._gone = True
         for load in list(self._loads.values()):
             load.release()
 
@@ -158,6 +163,8 @@ class Session:
         load = self.store.load(self.engine, namespace, message.keys, replies)
         if not load.over:
             self._loads[ticket] = load
+        if self._gone:  # its first answers were too many for a client that does not read
+            load.release()
 
     def _ack(self, message: wire.Ack) -> None:
         load = self._loads.get(message.load_ticket)
@@ -178,7 +185,7 @@ def failure_of(error: EbbtideError) -> wire.Failure:
     """The FAILURE message that carries an error to the peer."""
     context = ", ".join(f"{name}={value}" for name, value in error.context.items())
     problem = f"{error.problem} ({context})" if context else error.problem
-    return wire.Failure(type(error).__name__, problem, error.next_step)
+    return wire.Failure(type(error).__name__, problem[:PROBLEM_CHARACTERS_MAX], error.next_step)
 
 
 def _done_or_down(ok: bool) -> wire.Message:

@@ -1,0 +1,188 @@
+"""The socket's place in the file system, and who is at its other end."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import select
+import socket
+import stat
+import struct
+import time
+from array import array
+from typing import NamedTuple
+
+from ebbtide.errors import ConfigError
+
+SOCKET_PATH_MAX = 107  # sun_path, without its NUL
+BACKLOG = 128
+LOCK_RETRY_S = 0.05
+SO_PEERPIDFD = 77  # Linux 6.5; not named in Python 3.11
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+
+class Endpoint:
+    """A socket path that this process owns, from before its store opens until after it has closed.
+
+    The lock beside the path decides who owns it, not the socket file, which a kill leaves behind.
+    Whoever finds the lock taken by a store that no longer answers, because it drains, waits for it.
+    """
+
+    def __init__(self, path: str, wait_s: float) -> None:
+        """Raises ConfigError when the path cannot be used or another store serves it."""
+        self.path = path
+        if len(os.fsencode(path)) > SOCKET_PATH_MAX:
+            raise ConfigError(
+                "The socket path is too long for a Unix socket",
+                next_step="Choose a shorter `socket`.",
+                path=path,
+                bytes_max=SOCKET_PATH_MAX,
+            )
+        try:
+            os.makedirs(os.path.dirname(path) or ".", mode=0o700, exist_ok=True)
+            self._lock_fd = open_lock(path + ".lock")
+        except OSError as error:
+            raise _unusable(path, error) from error
+        try:
+            self._take(wait_s)
+        except ConfigError:
+            os.close(self._lock_fd)
+            raise
+
+    def _take(self, wait_s: float) -> None:
+        deadline = time.monotonic() + wait_s
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            if answers(self.path) or time.monotonic() > deadline:
+                raise ConfigError(
+                    "Another store serves this socket",
+                    next_step="Connect to it, stop it, or choose another `socket`.",
+                    socket=self.path,
+                )
+            time.sleep(LOCK_RETRY_S)
+
+    def listen(self) -> socket.socket:
+        """A listening socket at the path, mode 0600. What a killed store left there is replaced."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            self._unlink()
+            listener.setblocking(False)
+            previous = os.umask(0o177)
+            try:
+                listener.bind(self.path)
+            finally:
+                os.umask(previous)
+            listener.listen(BACKLOG)
+        except OSError as error:
+            listener.close()
+            raise _unusable(self.path, error) from error
+        except ConfigError:
+            listener.close()
+            raise
+        return listener
+
+    def close(self) -> None:
+        """Give the path up."""
+        with contextlib.suppress(OSError, ConfigError):
+            self._unlink()
+        os.close(self._lock_fd)
+
+    def _unlink(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISSOCK(os.lstat(self.path).st_mode):
+                raise ConfigError(
+                    "There is something at the socket's path that is no socket",
+                    next_step="Remove it, or choose another `socket`.",
+                    path=self.path,
+                )
+            os.unlink(self.path)
+
+
+def open_lock(path: str) -> int:
+    """A lock file, made if need be, that is no link and that only its owner can use."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
+def answers(path: str) -> bool:
+    """Whether a store accepts connections there. One that is too busy to accept counts."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except BlockingIOError:  # its backlog is full
+            return True
+        except OSError:
+            return False
+        return True
+
+
+class Process(NamedTuple):
+    """A live process at the other end. `identity` names it as long as the pidfd is not readable."""
+
+    identity: object
+    pidfd: int
+
+
+def peer_uid(peer: socket.socket) -> int:
+    """The user at the other end, from the kernel."""
+    return int(_credentials(peer)[1])
+
+
+def trusted(peer: socket.socket) -> bool:
+    """Whether the other end is this user or root."""
+    return peer_uid(peer) in (os.geteuid(), 0)
+
+
+def peer_process(peer: socket.socket) -> Process:
+    """The connecting process. Raises OSError when it has exited or cannot be seen from here."""
+    pid = _credentials(peer)[0]
+    try:
+        pidfd = peer.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
+    except OSError as error:
+        if error.errno != errno.ENOPROTOOPT:
+            raise
+        pidfd = os.pidfd_open(pid)  # an older kernel: a pid may in theory be another's by now
+    described = os.readlink(f"/proc/self/fd/{pidfd}")
+    if described.startswith("pidfd:"):  # Linux 6.9: its inode belongs to this one process
+        return Process(described, pidfd)
+    return Process(pid or object(), pidfd)  # pid 0: of another pid namespace, never the same twice
+
+
+def receive_with_fds(peer: socket.socket, count: int) -> tuple[bytes, list[int]]:
+    """Bytes and the descriptor that rides with them, if any. No child inherits it.
+
+    `socket.recv_fds` does not pass its flags on in Python 3.11: its descriptors leak into children.
+    """
+    space = socket.CMSG_LEN(array("i", [0]).itemsize)
+    data, ancillary, _, _ = peer.recvmsg(count, space, socket.MSG_CMSG_CLOEXEC)
+    fds = array("i")
+    for level, kind, packed in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(packed[: len(packed) - len(packed) % fds.itemsize])
+    return data, list(fds)
+
+
+def has_exited(pidfd: int) -> bool:
+    """Whether every thread of the process has ended."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _credentials(peer: socket.socket) -> tuple[int, int, int]:
+    packed = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, gid = _CREDENTIALS.unpack(packed)
+    return pid, uid, gid
+
+
+def _unusable(path: str, error: OSError) -> ConfigError:
+    return ConfigError(
+        "The socket path cannot be used",
+        next_step="Choose a `socket` in a directory that this user can write.",
+        path=path,
+        reason=error.strerror,
+    )

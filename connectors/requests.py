@@ -1,0 +1,240 @@
+"""The messages of a client. `docs/protocol.md` says what each means and what answers it."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import ClassVar
+
+import cbor2
+
+from ebbtide.connectors.message import (
+    ALL_NAMESPACES,
+    ENGINE_ID_BYTES,
+    KEYS_MAX,
+    U32,
+    U64,
+    VERSION,
+    Message,
+    key_width,
+    read_fields,
+    read_fixed,
+    read_version,
+    split_keys,
+    take_head,
+)
+from ebbtide.errors import MisuseError, ProtocolError
+
+ROLE_CHARACTERS_MAX = 64
+ITEMS_MAX = 4096  # CBOR items of one request
+
+_KEYS_HEAD = struct.Struct("<IH")
+_RESERVE_HEAD = struct.Struct("<IHI")
+_ACK = struct.Struct("<QI")
+
+
+# -- opening --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Hello(Message):
+    kind: ClassVar[int] = 1
+    engine: bytes  # 16 bytes; the processes of one engine share it
+    role: str  # "scheduler", "worker", "tool": for humans
+    arena: bool  # whether this process will map the arena
+    protocol: tuple[int, int] = VERSION
+
+    def body(self) -> bytes:
+        if len(self.engine) != ENGINE_ID_BYTES or len(self.role) > ROLE_CHARACTERS_MAX:
+            raise MisuseError(
+                "An engine id has 16 bytes, a role at most 64 characters",
+                engine_bytes=len(self.engine),
+                role_characters=len(self.role),
+            )
+        fields = {"engine": self.engine, "role": self.role, "arena": self.arena}
+        return cbor2.dumps({"protocol": list(self.protocol), **fields})
+
+    @classmethod
+    def parse(cls, body: memoryview) -> Message:
+        wanted = {"engine": bytes, "role": str, "arena": bool, "protocol": list}
+        fields = read_fields(body, wanted, items_max=ITEMS_MAX)
+        version = read_version(fields.pop("protocol"))
+        if len(fields["engine"]) != ENGINE_ID_BYTES:
+            raise ProtocolError("An engine id has 16 bytes", got=len(fields["engine"]))
+        if len(fields["role"]) > ROLE_CHARACTERS_MAX:
+            raise ProtocolError("A role is too long", got=len(fields["role"]))
+        return cls(**fields, protocol=version)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenNamespace(Message):
+    kind: ClassVar[int] = 2
+    descriptor: list[list[object]]
+    pending: bool = False
+
+    def body(self) -> bytes:
+        return cbor2.dumps({"descriptor": self.descriptor, "pending": self.pending})
+
+    @classmethod
+    def parse(cls, body: memoryview) -> Message:
+        wanted = {"descriptor": list, "pending": bool}
+        return cls(**read_fields(body, wanted, items_max=ITEMS_MAX))
+
+
+# -- lists of keys --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Keyed(Message):
+    namespace: int
+    keys: tuple[bytes, ...]
+
+    def body(self) -> bytes:
+        return _KEYS_HEAD.pack(self.namespace, key_width(self.keys)) + b"".join(self.keys)
+
+    @classmethod
+    def parse(cls, body: memoryview) -> Message:
+        namespace, width = take_head(cls.kind, _KEYS_HEAD, body)
+        return cls(namespace, split_keys(body[_KEYS_HEAD.size :], width, cls.kind))
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup(_Keyed):
+    kind: ClassVar[int] = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Touch(_Keyed):
+    kind: ClassVar[int] = 4
+    answered: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True)
+class LoadKeys(_Keyed):
+    kind: ClassVar[int] = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Pin(_Keyed):
+    kind: ClassVar[int] = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Unpin(_Keyed):
+    kind: ClassVar[int] = 13
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve(Message):
+    kind: ClassVar[int] = 5
+    namespace: int
+    record_bytes: int
+    keys: tuple[bytes, ...]
+
+    def body(self) -> bytes:
+        head = _RESERVE_HEAD.pack(self.namespace, key_width(self.keys), self.record_bytes)
+        return head + b"".join(self.keys)
+
+    @classmethod
+    def parse(cls, body: memoryview) -> Message:
+        namespace, width, record_bytes = take_head(cls.kind, _RESERVE_HEAD, body)
+        keys = split_keys(body[_RESERVE_HEAD.size :], width, cls.kind)
+        return cls(namespace, record_bytes, keys)
+
+
+# -- lists of sequences ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequenced(Message):
+    sequences: tuple[int, ...]
+
+    def body(self) -> bytes:
+        if len(self.sequences) > KEYS_MAX:
+            raise MisuseError("Too many sequences for one message", got=len(self.sequences))
+        return struct.pack(f"<{len(self.sequences)}Q", *self.sequences)
+
+    @classmethod
+    def parse(cls, body: memoryview) -> Message:
+        count, rest = divmod(len(body), 8)
+        if rest or count > KEYS_MAX:
+            raise ProtocolError("A list of sequences has no valid length", bytes=len(body))
+        return cls(struct.unpack(f"<{count}Q", body))
+
+
+@dataclass(frozen=True, slots=True)
+class Commit(_Sequenced):
+    kind: ClassVar[int] = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Abort(_Sequenced):
+    kind: ClassVar[int] = 7
+
+
+# -- fixed integers -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Ack(Message):
+    kind: ClassVar[int] = 9
+    answered: ClassVar[bool] = False
+    load_ticket: int
+    batch: int
+
+    def body(self) -> bytes:
+        return _ACK.pack(self.load_ticket, self.batch)
+
+    @classmethod
+    def parse(cls, body: memoryview) -> Message:
+        return cls(*read_fixed(cls.kind, _ACK, body))
+
+
+@dataclass(frozen=True, slots=True)
+class Release(Message):
+    kind: ClassVar[int] = 10
+    answered: ClassVar[bool] = False
+    load_ticket: int
+
+    def body(self) -> bytes:
+        return U64.pack(self.load_ticket)
+
+    @classmethod
+    def parse(cls, body: memoryview) -> Message:
+        return cls(*read_fixed(cls.kind, U64, body))
+
+
+@dataclass(frozen=True, slots=True)
+class Reset(Message):
+    kind: ClassVar[int] = 11
+    namespace: int = ALL_NAMESPACES
+
+    def body(self) -> bytes:
+        return U32.pack(self.namespace)
+
+    @classmethod
+    def parse(cls, body: memoryview) -> Message:
+        return cls(*read_fixed(cls.kind, U32, body))
+
+
+@dataclass(frozen=True, slots=True)
+class Stats(Message):
+    kind: ClassVar[int] = 14
+
+
+@dataclass(frozen=True, slots=True)
+class Events(Message):
+    kind: ClassVar[int] = 15
+    since: int = 0
+
+    def body(self) -> bytes:
+        return U64.pack(self.since)
+
+    @classmethod
+    def parse(cls, body: memoryview) -> Message:
+        return cls(*read_fixed(cls.kind, U64, body))
+
+
+@dataclass(frozen=True, slots=True)
+class Flush(Message):
+    kind: ClassVar[int] = 16
