@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ebbtide.connectors import protocol as wire
+from ebbtide.connectors.client_interface import LOST
 
 if TYPE_CHECKING:
     from ebbtide.connectors.client import Client, Completion
@@ -18,27 +19,37 @@ class NamespaceLink:
         self._descriptor = descriptor
         self._incarnation = 0
         self._ticket = 0
-        self.handle: int | None = None
+        self._handle: int | None = None
         self.held_records = 0
         self.held_bytes = 0
+
+    @property
+    def handle(self) -> int | None:
+        """None while no store is known to have the namespace open.
+
+        Another store may give the same number to other content, so a handle is worth nothing from
+        the moment at which the client has reached that store.
+        """
+        return self._handle if self._client.incarnation == self._incarnation else None
 
     def renew(self) -> bool:
         """Ask a new store for the namespace. True when the store changed since the last call."""
         incarnation = self._client.incarnation
         if incarnation == self._incarnation:
             return False
-        self._incarnation = incarnation
-        self.handle = None
-        self._ticket = self._client.submit(wire.OpenNamespace(self._descriptor))
+        ticket = self._client.submit(wire.OpenNamespace(self._descriptor))
+        self._incarnation, self._ticket, self._handle = incarnation, ticket, None
         return True
 
     def take(self, completion: Completion) -> bool:
-        """Whether the completion was ours."""
+        """Whether the completion was ours alone. Any may tell that the store has gone."""
+        if completion.message == LOST:
+            self._handle = None
         if completion.ticket != self._ticket or not self._ticket:
             return False
         self._ticket = 0
         if isinstance(completion.message, wire.NamespaceOpened):
-            self.handle = completion.message.namespace
+            self._handle = completion.message.namespace
             self.held_records = completion.message.records
             self.held_bytes = completion.message.bytes
         return True

@@ -8,16 +8,17 @@ for again next step, and after `lookup_timeout_s` it is a miss.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ebbtide.allocator import pack_key
 from ebbtide.connectors import protocol as wire
+from ebbtide.connectors.offload.demotions import GROUP, Demotions, SchedulerBounds
 from ebbtide.connectors.offload.namespace_link import NamespaceLink
 from ebbtide.connectors.offload.tally import RequestTally, Tally
-from ebbtide.connectors.seam import LoadJob, LoadResult, StepMetadata, StoreJob
+from ebbtide.connectors.seam import LoadJob, LoadResult, StepMetadata
 from ebbtide.connectors.supervisor import FaultLog, hook, nothing
-from ebbtide.tiers.planner import Candidate, plan_demotions
 from ebbtide.tiers.reasons import Miss, Place, label
 
 if TYPE_CHECKING:
@@ -27,18 +28,11 @@ if TYPE_CHECKING:
     from ebbtide.connectors.client import Client, Completion
     from ebbtide.connectors.seam import BlockRef, WorkerReport
 
-GROUP = 0  # one KV-cache group so far
+__all__ = ["GROUP", "OffloadScheduler", "SchedulerBounds"]
+
 LOADABLE = frozenset({Place.MEMORY, Place.DISK, Place.REMOTE})
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerBounds:
-    """Named bounds of one scheduler half."""
-
-    lookup_timeout_s: float = 0.05
-    store_budget_bytes: int = 64 << 20  # demoted per step at most
-    pinned_share: float = 0.25  # of the pool's blocks that copies may hold
-    free_scan: int = 256  # blocks looked at from the head of the free queue
+FIRST_REASON = min(Miss)  # codes below it are places
+TIERS = frozenset(label(place) for place in LOADABLE)
 
 
 @dataclass(slots=True)
@@ -48,10 +42,11 @@ class _Asked:
     block_hashes: tuple[bytes, ...]
     tally: RequestTally
     asked_at_s: float
-    ticket: int = 0
+    ticket: int = 0  # of the lookup under way
     states: bytes | None = None
-    counted: bool = False
-    misses: dict[str, int] = field(default_factory=dict)
+    lost: bool = False  # the lookup failed: not asked again before the next admission
+    counted: bool = False  # admitted once: what was not loaded then is in the tally
+    complete: bool = False  # what was loaded then, too, and all of it in the totals
 
 
 class OffloadScheduler:
@@ -73,22 +68,25 @@ class OffloadScheduler:
         self._client = client
         self._pool = pool
         self._block_size = block_size
-        self._record_bytes = record_bytes
         self._bounds = bounds or SchedulerBounds()
         self._now = now
         self._link = NamespaceLink(client, descriptor)
+        self._demotions = Demotions(
+            client,
+            pool,
+            self._link,
+            self.tally,
+            record_bytes=record_bytes,
+            bounds=self._bounds,
+            now=now,
+        )
+        self._completions: deque[Completion] = deque()  # polled, not dealt with yet
         self._requests: dict[str, _Asked] = {}
         self._lookups: dict[int, str] = {}  # ticket -> request
-        self._backlog: list[Candidate] = []
-        self._reserving: dict[int, list[Candidate]] = {}  # ticket -> pinned blocks
-        self._storing: dict[int, Candidate] = {}  # sequence -> pinned block
-        self._jobs: list[StoreJob] = []
         self._loads: dict[str, LoadJob] = {}  # under way in the worker
         self._new_loads: list[LoadJob] = []
         self._cancelled: list[str] = []
         self._failed_loads: list[LoadResult] = []
-        self._settled: set[bytes] = set()  # hashes of device blocks that are held below
-        self._pinned = 0
         self._closed = False
         pool.on_evict = self._evicted
         self._link.renew()
@@ -118,12 +116,12 @@ class OffloadScheduler:
         if start >= self._loadable_blocks(asked):
             return 0
         self._poll()
-        if not asked.ticket and asked.states is None:  # asked again after a preemption
-            asked.asked_at_s = self._now()
+        if asked.states is None and not asked.ticket and not asked.lost:
+            asked.asked_at_s = self._now()  # asked again after a preemption
             self._ask(request_id, asked)
         late = self._now() - asked.asked_at_s > self._bounds.lookup_timeout_s
         if asked.states is None:
-            return 0 if late or not asked.ticket else None
+            return None if asked.ticket and not late else 0
         end = self._hit_end(asked, start)
         pending = end < len(asked.states) and asked.states[end] == Place.PENDING
         if pending and end < self._loadable_blocks(asked) and not late:
@@ -139,11 +137,7 @@ class OffloadScheduler:
         local_tokens: int,
         external_tokens: int,
     ) -> None:
-        """The engine waits for the load's end in any case: it gets one that failed."""
-        blocks = external_tokens // self._block_size
-        if blocks:
-            failed = LoadResult(request_id, 0, (label(Miss.UNKNOWN),) * blocks)
-            self._failed_loads.append(failed)
+        self._fail_load(request_id, external_tokens // self._block_size)
 
     @hook(_load_cannot_start)
     def on_allocated(
@@ -163,38 +157,43 @@ class OffloadScheduler:
             self._loads[request_id] = job
             self._new_loads.append(job)
         elif not asked.counted:
-            self.tally.add(asked.tally)
+            self._complete(asked)
         asked.counted = True
-        asked.states, asked.ticket = None, 0  # stale if the request comes back
+        asked.states, asked.ticket, asked.lost = None, 0, False  # stale if the request comes back
 
-    @hook(lambda self, newly_full: StepMetadata())
+    def _no_step(self, newly_full: Sequence[BlockRef]) -> StepMetadata:
+        for job in self._new_loads:
+            self._fail_load(job.request_id, len(job.block_ids))
+        self._new_loads = []
+        return StepMetadata()
+
+    @hook(_no_step)
     def build_step(self, newly_full: Sequence[BlockRef]) -> StepMetadata:
         self._poll()
-        self._backlog.extend(Candidate(block_id, name) for block_id, name in newly_full)
-        self._plan()
+        self._demotions.plan(newly_full)
+        generation, stores = self._client.arena_generation, self._demotions.take_jobs()
         loads, self._new_loads = tuple(self._new_loads), []
-        stores, self._jobs = tuple(self._jobs), []
         cancelled, self._cancelled = tuple(self._cancelled), []
-        return StepMetadata(self._client.arena_generation, stores, loads, cancelled)
+        return StepMetadata(generation, stores, loads, cancelled)
 
-    @hook(lambda self, report: report.loads)
-    def on_report(self, report: WorkerReport) -> list[LoadResult]:
-        for sequence in report.stored:
-            candidate = self._storing.pop(sequence, None)
-            if candidate is not None:
-                self.tally.demoted += 1
-                self._settled.add(candidate.key)
-                self._unpin(candidate)
-        for sequence in report.dropped:
-            candidate = self._storing.pop(sequence, None)
-            if candidate is not None:
-                self._unpin(candidate)
-                self._backlog.append(candidate)
-        self.tally.bytes_by_edge.update(report.bytes_by_edge)
+    def _ended_loads(self, report: WorkerReport) -> list[LoadResult]:
         failed, self._failed_loads = self._failed_loads, []
-        for result in report.loads:
-            self._load_ended(result)
+        for result in (*failed, *report.loads):
+            self._loads.pop(result.request_id, None)
         return [*failed, *report.loads]
+
+    def _only_ended(self, report: WorkerReport) -> list[LoadResult]:
+        """Whatever went wrong: the engine waits for its loads, and the pool for its blocks."""
+        self._demotions.let_go(report)
+        return self._ended_loads(report)
+
+    @hook(_only_ended)
+    def on_report(self, report: WorkerReport) -> list[LoadResult]:
+        self._demotions.settle(report)
+        self.tally.bytes_by_edge.update(report.bytes_by_edge)
+        for result in (*self._failed_loads, *report.loads):
+            self._count_load(result)
+        return self._ended_loads(report)
 
     @hook(nothing)
     def request_finished(self, request_id: str, block_hashes: Sequence[bytes]) -> None:
@@ -209,8 +208,7 @@ class OffloadScheduler:
 
     @hook(lambda self: False)
     def has_pending_work(self) -> bool:
-        wanted = bool(self._backlog) and self._link.handle is not None
-        return bool(wanted or self._reserving or self._storing or self._jobs or self._loads)
+        return bool(self._demotions.pending or self._loads or self._failed_loads)
 
     @hook(nothing)
     def close(self) -> None:
@@ -218,14 +216,14 @@ class OffloadScheduler:
             return
         self._closed = True
         self._pool.on_evict = None
-        for candidates in self._reserving.values():
-            for candidate in candidates:
-                self._unpin(candidate)
-        for candidate in self._storing.values():
-            self._unpin(candidate)
-        self._reserving.clear()
-        self._storing.clear()
+        self._demotions.close()
         self._client.close()
+
+    def _fail_load(self, request_id: str, blocks: int) -> None:
+        """The engine waits for the load's end in any case: it gets one that failed."""
+        if blocks:
+            failed = LoadResult(request_id, 0, (label(Miss.UNKNOWN),) * blocks)
+            self._failed_loads.append(failed)
 
     # -- what others may ask --------------------------------------------------------------------
 
@@ -274,18 +272,21 @@ class OffloadScheduler:
 
     def _reason(self, asked: _Asked, number: int) -> str:
         if asked.states is None or asked.states[number] == Place.PENDING:
-            return label(Miss.TIMEOUT if self._link.handle is not None else Miss.UNKNOWN)
+            no_store = asked.lost or self._link.handle is None
+            return label(Miss.UNKNOWN if no_store else Miss.TIMEOUT)
         if asked.states[number] in LOADABLE:
             return label(Miss.UNKNOWN)  # the engine took fewer than it was offered
         return label(asked.states[number])
 
-    def _load_ended(self, result: LoadResult) -> None:
-        job = self._loads.pop(result.request_id, None)
+    def _count_load(self, result: LoadResult) -> None:
+        """A load has ended; those after a preemption are not counted again."""
+        job = self._loads.get(result.request_id)
         asked = self._requests.get(result.request_id)
-        if job is None:
-            return
-        self._settled.update(job.block_hashes[: result.loaded_blocks])
-        if asked is None:
+        if job is not None:
+            self._demotions.restored(job.block_hashes[: result.loaded_blocks])
+            named = zip(job.block_hashes, result.sources, strict=True)
+            self._demotions.missed(name for name, source in named if source not in TIERS)
+        if asked is None or asked.complete:
             return
         for source in result.sources[: result.loaded_blocks]:
             asked.tally.served(source, 1)
@@ -293,93 +294,31 @@ class OffloadScheduler:
         if lost:
             asked.tally.missed(result.sources[result.loaded_blocks])
             asked.tally.missed(label(Miss.BEHIND_MISS), lost - 1)
+        self._complete(asked)
+
+    def _complete(self, asked: _Asked) -> None:
+        asked.complete = True
         self.tally.add(asked.tally)
-
-    # -- demotion -------------------------------------------------------------------------------
-
-    def _plan(self) -> None:
-        if self._link.handle is None:
-            return
-        pin_max = max(1, int(len(self._pool.blocks) * self._bounds.pinned_share))
-        room_bytes = (pin_max - self._pinned) * self._record_bytes
-        plan = plan_demotions(
-            [candidate for candidate in self._backlog if self._still_there(candidate)],
-            self._next_to_go(),
-            min(self._bounds.store_budget_bytes, max(0, room_bytes)),
-            record_bytes=self._record_bytes,
-            settled=self._settled | self._on_the_way(),
-        )
-        self._backlog = plan.deferred
-        if not plan.demote:
-            return
-        for candidate in plan.demote:
-            self._pin(candidate)
-        keys = tuple(pack_key(candidate.key, GROUP) for candidate in plan.demote)
-        reserve = wire.Reserve(self._link.handle, self._record_bytes, keys)
-        self._reserving[self._client.submit(reserve)] = plan.demote
-
-    def _next_to_go(self) -> list[Candidate]:
-        head = self._pool.peek_free(self._bounds.free_scan)
-        return [
-            Candidate(block.block_id, block.block_hash)
-            for block in head
-            if block.block_hash is not None
-        ]
-
-    def _on_the_way(self) -> set[bytes]:
-        keys = {candidate.key for candidate in self._storing.values()}
-        for candidates in self._reserving.values():
-            keys.update(candidate.key for candidate in candidates)
-        return keys
-
-    def _still_there(self, candidate: Candidate) -> bool:
-        return self._pool.blocks[candidate.block_id].block_hash == candidate.key
-
-    def _granted(self, ticket: int, message: wire.Message) -> None:
-        candidates = self._reserving.pop(ticket)
-        grants = message.grants if isinstance(message, wire.Grants) else ()
-        for candidate, (offset, sequence) in zip(candidates, grants, strict=False):
-            if sequence:
-                self._storing[sequence] = candidate
-                self._jobs.append(StoreJob(candidate.block_id, offset, sequence))
-            else:
-                self._settled.add(candidate.key)
-                self._unpin(candidate)
-        refused = candidates[len(grants) :]
-        for candidate in refused:
-            self._unpin(candidate)
-        self._backlog = [*refused, *self._backlog]
-
-    def _pin(self, candidate: Candidate) -> None:
-        self._pinned += 1
-        self._pool.touch([self._pool.blocks[candidate.block_id]])
-
-    def _unpin(self, candidate: Candidate) -> None:
-        self._pinned -= 1
-        self._pool.free([self._pool.blocks[candidate.block_id]])
 
     @hook(nothing)
     def _evicted(self, block_id: int, block_hash: bytes) -> None:
-        """The pool gives a block's content up. What had not ebbed by now is shed."""
-        if block_hash in self._settled:
-            if self._pool.get_cached_block(block_hash) is None:
-                self._settled.discard(block_hash)
-        else:
-            self.tally.shed += 1
+        self._demotions.evicted(block_hash)
 
     # -- the store ------------------------------------------------------------------------------
 
     def _poll(self) -> None:
-        for completion in self._client.poll():
-            self._take(completion)
+        self._take_all()  # what an earlier fault left here belongs to the store of that time
+        self._completions.extend(self._client.poll())
+        self._take_all()
         if self._link.renew():
-            self._forget_store()
+            self._demotions.new_store()
+
+    def _take_all(self) -> None:
+        while self._completions:
+            self._take(self._completions.popleft())
 
     def _take(self, completion: Completion) -> None:
-        if self._link.take(completion):
-            return
-        if completion.ticket in self._reserving:
-            self._granted(completion.ticket, completion.message)
+        if self._link.take(completion) or self._demotions.take(completion):
             return
         request_id = self._lookups.pop(completion.ticket, None)
         asked = self._requests.get(request_id) if request_id is not None else None
@@ -387,10 +326,7 @@ class OffloadScheduler:
             asked.ticket = 0
             if isinstance(completion.message, wire.States):
                 asked.states = completion.message.codes
+                named = zip(asked.block_hashes, asked.states, strict=False)
+                self._demotions.missed(name for name, code in named if code >= FIRST_REASON)
             else:
-                asked.asked_at_s = 0.0  # the store is away: do not ask again for this request
-
-    def _forget_store(self) -> None:
-        """Another store answers: nothing is known to be held, and old slots mean nothing."""
-        self._settled.clear()
-        self._jobs.clear()
+                asked.lost = True

@@ -12,8 +12,8 @@ import torch
 from ebbtide.allocator import none_hash
 from ebbtide.connectors.client import Client, LocalClient, SocketClient
 from ebbtide.connectors.offload.scheduler import OffloadScheduler, SchedulerBounds
-from ebbtide.connectors.offload.worker import OffloadWorker
-from ebbtide.errors import TierUnavailableError
+from ebbtide.connectors.offload.worker import LOAD_TIMEOUT_S, OffloadWorker
+from ebbtide.errors import EbbtideError, TierUnavailableError
 from ebbtide.kernels.layout import PagedLayout
 from ebbtide.tiers.device import DeviceCopies
 from ebbtide.tiers.namespace import Descriptor
@@ -61,7 +61,11 @@ def describe(engine: Engine, layout: PagedLayout) -> Descriptor:
 
 
 def attach_socket(
-    engine: Engine, socket_path: str, *, bounds: SchedulerBounds | None = None
+    engine: Engine,
+    socket_path: str,
+    *,
+    bounds: SchedulerBounds | None = None,
+    load_timeout_s: float = LOAD_TIMEOUT_S,
 ) -> Halves:
     """Connect both halves to a store's process, each by its own connection, and wait until it
     answers.
@@ -75,20 +79,29 @@ def attach_socket(
     except TierUnavailableError:
         control.close()
         raise
-    return _attach(engine, control, data, bounds)
+    return _attach(engine, control, data, bounds, load_timeout_s)
 
 
 def attach_local(
-    engine: Engine, store: Store, runtime: ThreadRuntime, *, bounds: SchedulerBounds | None = None
+    engine: Engine,
+    store: Store,
+    runtime: ThreadRuntime,
+    *,
+    bounds: SchedulerBounds | None = None,
+    load_timeout_s: float = LOAD_TIMEOUT_S,
 ) -> Halves:
     """Connect both halves to a store in this process. The store stays the caller's."""
     name = os.urandom(16)
     control, data = LocalClient(store, runtime, name), LocalClient(store, runtime, name)
-    return _attach(engine, control, data, bounds)
+    return _attach(engine, control, data, bounds, load_timeout_s)
 
 
 def _attach(
-    engine: Engine, control: Client, data: Client, bounds: SchedulerBounds | None
+    engine: Engine,
+    control: Client,
+    data: Client,
+    bounds: SchedulerBounds | None,
+    load_timeout_s: float,
 ) -> Halves:
     layout = PagedLayout.from_tensors(engine.runner.kv_caches, block_dim=1)
     descriptor = describe(engine, layout).pairs()
@@ -100,14 +113,23 @@ def _attach(
         record_bytes=layout.record_bytes,
         bounds=bounds,
     )
-    worker = OffloadWorker(data, DeviceCopies(layout), descriptor=descriptor)
+    worker = OffloadWorker(
+        data, DeviceCopies(layout), descriptor=descriptor, load_timeout_s=load_timeout_s
+    )
     halves = Halves(scheduler, worker)
-    deadline = time.monotonic() + CONNECT_TIMEOUT_S
-    while not (scheduler.ready and worker.ready):
-        if time.monotonic() > deadline:
-            worker.close()
-            scheduler.close()
-            raise TierUnavailableError("The store does not open the namespace")
-        control.wait(0.005)
-    engine.attach(scheduler, worker)
+    try:
+        _wait_until_ready(halves, control)
+        engine.attach(scheduler, worker)
+    except EbbtideError:
+        worker.close()
+        scheduler.close()
+        raise
     return halves
+
+
+def _wait_until_ready(halves: Halves, client: Client) -> None:
+    deadline = time.monotonic() + CONNECT_TIMEOUT_S
+    while not (halves.scheduler.ready and halves.worker.ready):
+        if time.monotonic() > deadline:
+            raise TierUnavailableError("The store does not open the namespace")
+        client.wait(0.005)

@@ -32,9 +32,7 @@ def main() -> None:
         answer = {"token_ids": output.token_ids, "sources": asdict(output.sources)}
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
-    engine.close()
-    if store is not None:
-        store.wait(30)
+    engine.close()  # a private store ends after this process
 
 
 if __name__ == "__main__":
