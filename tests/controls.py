@@ -198,7 +198,7 @@ class Rig:
     def memory_records(self) -> dict[bytes, MemoryRecord]:
         """By block hash; of all namespaces."""
         found: dict[bytes, MemoryRecord] = {}
-        for epoch in list(self.store._by_epoch):
+        for epoch in [namespace.epoch for namespace in self.store.namespaces]:
             found.update({key[:32]: r for key, r in self.store.memory.index(epoch).items()})
         return found
 
@@ -206,7 +206,7 @@ class Rig:
         """By block hash."""
         assert self.store.disk is not None
         found: dict[bytes, DiskRecord] = {}
-        for epoch in list(self.store._by_epoch):
+        for epoch in [namespace.epoch for namespace in self.store.namespaces]:
             found.update({key[:32]: r for key, r in self.store.disk.index(epoch).items()})
         return found
 

@@ -2,15 +2,20 @@
 
 | module | what |
 |---|---|
-| `reasons` | where a block is, or why it is missed: the closed vocabulary |
-| `namespace` | the digest of everything that changes a block's bytes or meaning |
+| `reasons`, `bounds` | where a block is, or why it is missed; the named bounds |
+| `namespace`, `namespaces` | the digest of everything that changes a block's bytes or meaning;
+handles and epochs |
 | `digest` | the checksum that binds bytes to key and namespace |
 | `segments`, `policy` | slots of any medium; which of them goes first |
-| `runtime` | clock, timers and I/O threads under the store's one control thread |
+| `runtime`, `supervisor` | clock, timers and I/O threads under one control thread; what catches
+their faults |
 | `arena`, `memory` | pinned host memory: the bytes; the index over them |
-| `slab`, `index`, `disk` | NVMe: the bytes; the durable index; the tier |
-| `planner` | which device blocks ebb in a step (pure) |
+| `directory`, `slab`, `index` | NVMe: geometry and lock; the bytes; the durable index |
+| `disk`, `commit` | the tier over them; its write order |
+| `planner`, `device` | which device blocks ebb in a step (pure); copies between device and arena |
 | `mover` | which memory records ebb to disk, and when |
-| `load` | a lease that streams records upwards |
-| `store` | the verbs, and the only thing that connectors talk to |
+| `reservations`, `load` | slots being written; a lease that streams records upwards |
+| `ghosts`, `pins` | why a key is gone; records kept whatever their recency |
+| `store`, `opening` | the verbs, and the only thing that connectors talk to; opening and closing it
+all |
 """

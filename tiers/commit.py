@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from ebbtide.errors import TierUnavailableError
 from ebbtide.tiers.index import IndexBatch
 from ebbtide.tiers.runtime import COMMIT
 
@@ -70,7 +71,7 @@ class Committer:
         self._running: _Batch | None = None
         self._timer: Timer | None = None
         self._hurried = False
-        self._broken: BaseException | None = None
+        self._broken: str | None = None  # why; the exception itself would keep its frames alive
         self.commits = 0
 
     @property
@@ -159,7 +160,7 @@ class Committer:
     def _commit(self, batch: _Batch) -> None:
         """In the committer's thread."""
         if self._broken is not None:
-            raise self._broken
+            raise TierUnavailableError("An earlier commit failed", reason=self._broken)
         if batch.added:
             self._slab.sync()  # the payload first
         if batch.index:
@@ -172,8 +173,8 @@ class Committer:
         if error is None:
             self.commits += 1
             self._on_committed(batch.freed)  # only now may the slots be written again
-        elif self._broken is None:
-            self._broken = error
+        else:
+            self._broken = self._broken or str(error)
             self._on_failed(error, batch.added)
         for waiter in batch.waiters:
             waiter(error is None)

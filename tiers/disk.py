@@ -18,6 +18,7 @@ from enum import IntEnum
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
+from ebbtide.errors import MisuseError
 from ebbtide.tiers.commit import Committer
 from ebbtide.tiers.digest import record_digest, record_seed
 from ebbtide.tiers.index import CODEC_RAW, Entry, StoredNamespace
@@ -75,7 +76,7 @@ class Put(NamedTuple):
 
 
 class Get(NamedTuple):
-    """A record to be read. `view` is the whole slot to fill."""
+    """A record to be read, pinned by `DiskTier.pin`. `view` is the whole slot to fill."""
 
     record: DiskRecord
     view: memoryview
@@ -94,8 +95,8 @@ class DiskTier:
         runtime: Runtime,
         slab: Slab,
         index: DurableIndex,
-        geometry: Geometry,
         *,
+        geometry: Geometry,
         commit_batch_bytes: int,
         commit_interval_s: float,
         records_max: int | None = None,
@@ -262,6 +263,8 @@ class DiskTier:
             for number in numbers:
                 put, record = placed[number]
                 put.done(self._settle_write(record, error))
+        if self._waiting:  # a write whose epoch was reset has freed its slot without a commit
+            self._place_waiting()
 
     def _settle_write(self, record: DiskRecord, error: BaseException | None) -> Miss | None:
         gone = record.epoch not in self.digests
@@ -285,10 +288,9 @@ class DiskTier:
     def get(self, gets: Sequence[Get], done: Callable[[list[Miss | None]], None]) -> None:
         """Read and verify records into slots; `done(results)`, None for bytes that are right.
 
-        A record that does not verify is discarded and counted: it is a miss from now on.
+        Each record comes with one `pin` of the caller's, which this gives back. A record that does
+        not verify is discarded and counted: it is a miss from now on.
         """
-        for get in gets:
-            self._pin(get.record)
         seeds = [record_seed(self.digests[get.record.epoch], get.record.key) for get in gets]
         runs, members = _runs([(self.space.offset(get.record), get.view) for get in gets])
         jobs = list(zip(runs, members, strict=True))
@@ -321,7 +323,7 @@ class DiskTier:
             self.read_bytes += record.slot_class.stride
             return Miss.RESET if record.epoch not in self.digests else None
         if error is not None:
-            _log.warning("A read of the slab failed: %s", error)
+            _log.warning("A read of the slab failed: %s", str(error))
         else:
             self.corrupt += 1
             _log.warning("A record on disk does not verify; it is a miss from now on")
@@ -343,7 +345,8 @@ class DiskTier:
         if record.pins == 0:
             self._free_after_commit(record)
 
-    def _pin(self, record: DiskRecord) -> None:
+    def pin(self, record: DiskRecord) -> None:
+        """Keep the slot for a `get`, from the moment when the record was found."""
         if record.pins == 0:
             self.space.hide(record)
         record.pins += 1
@@ -369,7 +372,7 @@ class DiskTier:
             self._place_waiting()
 
     def _commit_failed(self, error: BaseException, added: list[tuple[int, bytes]]) -> None:
-        self.lost_batches += 1
+        self.lost_batches += bool(added)
         self._go_down(f"a commit failed: {error}")
         for epoch, key in added:
             self.on_lost(epoch, key)
@@ -406,6 +409,11 @@ class DiskTier:
     def check_integrity(self) -> None:
         """Raise MisuseError when slots and index contradict each other. O(slots)."""
         self.space.check_integrity()
+        live = {(r.epoch, r.key): r for r in self.space.residents() if not r.doomed}
+        held = {(e, key): r for e, found in self._index.items() for key, r in found.items()}
+        being_reset = {name: r for name, r in live.items() if r.epoch not in self.digests}
+        if live != {**held, **being_reset} or self.records != len(live):
+            raise MisuseError("The disk index and the slots disagree", records=self.records)
 
     # -- opening --------------------------------------------------------------------------------
 

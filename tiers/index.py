@@ -139,6 +139,19 @@ class DurableIndex:
                 else:
                     txn.put(name, packed, db=self._records)
 
+    def copy_to(self, other: DurableIndex, slab_bytes: int, records_max: int) -> None:
+        """Write into an empty index what fits a smaller capacity: the most recently stored."""
+        batch = IndexBatch()
+        for namespace in self.namespaces():
+            batch.put_namespace(namespace)
+        inside = [e for _, e in self.entries() if e and e.offset + e.length <= slab_bytes]
+        inside.sort(key=lambda entry: -entry.sequence)
+        for entry in inside[:records_max]:
+            batch.add(entry)
+        kept = {entry.sequence for entry in inside[:records_max]}
+        other.commit(batch)
+        other.save_recency([sequence for sequence in self.recency() if sequence in kept])
+
     def remove(self, names: Iterable[bytes]) -> None:
         """Drop entries found bad while opening."""
         with self._env.begin(write=True, db=self._records) as txn:

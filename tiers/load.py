@@ -74,10 +74,13 @@ class Load:
         self._parked = 0  # keys that wait for somebody else's read
         self._running = 0  # jobs in the I/O threads
         self._held_bytes = 0
+        self._wants_slot = False
         self._batches: dict[int, list[MemoryRecord]] = {}
         self._next_batch = 0
         self._advancing = False
+        self._again = False  # `advance` was called inside itself
         self._told_over = False
+        self.queued = False  # in the store's queue for slots; kept by the store
         self.released = False
         self.done = False
 
@@ -111,22 +114,35 @@ class Load:
 
     def advance(self) -> None:
         """Grant what the window and the slots allow."""
-        if self._advancing or self.done:
+        if self.done:
+            return
+        self._again = True
+        if self._advancing:  # a sink that acks within the call: go round once more
             return
         self._advancing = True
+        try:
+            while self._again:
+                self._again = False
+                self._advance_once()
+        finally:
+            self._advancing = False
+        self._maybe_done()
+
+    def _advance_once(self) -> None:
+        self._wants_slot = False
         verify: list[_Step] = []
         read: list[tuple[_Step, DiskRecord]] = []
         failures: list[tuple[int, Miss]] = []
         while self._todo and self._take(self._todo[0], verify, read, failures):
             self._todo.popleft()
+        if self.queued and not self._wants_slot:  # its place belongs to those who do
+            self._store.leave_queue(self)
         if failures:
             self._sink.failed(failures)
         if verify:
             self._verify(verify)
         if read:
             self._read(read)
-        self._advancing = False
-        self._maybe_done()
 
     # -- one key --------------------------------------------------------------------------------
 
@@ -162,11 +178,17 @@ class Load:
             reason = Miss.BUSY if reserved else store.miss_reason(self._namespace, key)
             failures.append((position, reason))
             return True
+        assert store.disk is not None
+        if on_disk.length > store.memory.space.largest_bytes:
+            failures.append((position, store.too_large(on_disk)))
+            return True
         if not self._fits(on_disk.slot_class.stride):
             return False
         promoted = store.place_for_load(self, self._namespace, key, on_disk.length)
         if promoted is None:
+            self._wants_slot = True
             return False
+        store.disk.pin(on_disk)  # what the rest of this batch sets off must not evict it
         self._held_bytes += promoted.slot_class.stride
         read.append((_Step(position, promoted, Place.DISK), on_disk))
         return True
@@ -209,7 +231,6 @@ class Load:
             good[number] = record_digest(views[number], record.seed) == record.digest
 
         def checked(outcomes: list[BaseException | None]) -> None:
-            self._running -= 1
             granted = []
             for number, step in enumerate(steps):
                 if good[number] and not step.record.doomed:
@@ -220,6 +241,7 @@ class Load:
                 self._let_go(step.record)
                 self._todo.append(step.position)  # the disk tier may hold it; else it is a miss now
             self._grant(granted)
+            self._running -= 1
             self.advance()
 
         self._running += 1
@@ -241,7 +263,6 @@ class Load:
         ]
 
         def read(results: list[Miss | None]) -> None:
-            self._running -= 1
             granted: list[_Step] = []
             failures: list[tuple[int, Miss]] = []
             for step, on_disk, failure in zip(steps, disk_records, results, strict=True):
@@ -262,6 +283,7 @@ class Load:
                 waiting, step.record.waiting = step.record.waiting, []
                 for wake in waiting:
                     wake()
+            self._running -= 1  # last: a sink that acks within the call must not end the load
             self.advance()
 
         self._running += 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
+from ebbtide.errors import MisuseError
 from ebbtide.tiers.digest import record_seed
 from ebbtide.tiers.segments import Resident, SegmentSpace
 
@@ -64,7 +65,7 @@ class MemoryTier:
         self._index: dict[int, dict[bytes, MemoryRecord]] = {}
         self.dirty: dict[MemoryRecord, float] = {}  # since when (runtime seconds), oldest first
         self.dirty_bytes = 0
-        self.reserved_bytes = 0  # strides of RESERVED slots
+        self.reserved_bytes = 0  # strides of RESERVED slots, also discarded ones still written
         self.pinned_bytes = 0  # strides of pinned slots
         self.records = 0
 
@@ -141,7 +142,7 @@ class MemoryTier:
             return
         self.pinned_bytes -= record.slot_class.stride
         if record.doomed:
-            self.space.remove(record)
+            self._free(record)
         elif record.state is State.WHOLE:
             self.space.expose(record)
 
@@ -156,13 +157,33 @@ class MemoryTier:
             del index[record.key]
         self.records -= 1
         self.clean(record)
-        if record.state is State.RESERVED:
-            self.reserved_bytes -= record.slot_class.stride
         if record.pins:
             record.doomed = True
         else:
-            self.space.remove(record)
+            self._free(record)
+
+    def _free(self, record: MemoryRecord) -> None:
+        if record.state is State.RESERVED:
+            self.reserved_bytes -= record.slot_class.stride
+        self.space.remove(record)
 
     def check_integrity(self) -> None:
         """Raise MisuseError when slots, pins or counters contradict each other. O(slots)."""
         self.space.check_integrity()
+        residents = list(self.space.residents())
+        live = {(r.epoch, r.key): r for r in residents if not r.doomed}
+        if live != {(e, key): r for e, found in self._index.items() for key, r in found.items()}:
+            raise MisuseError("The memory index and the slots disagree", records=len(live))
+
+        def strides(of: Callable[[MemoryRecord], bool]) -> int:
+            return sum(record.slot_class.stride for record in residents if of(record))
+
+        counted = (
+            len(live),
+            strides(lambda record: record.dirty),
+            strides(lambda record: record.state is State.RESERVED),
+            strides(lambda record: record.pins > 0),
+        )
+        claimed = (self.records, self.dirty_bytes, self.reserved_bytes, self.pinned_bytes)
+        if counted != claimed:
+            raise MisuseError("Memory counters disagree", counted=counted, claimed=claimed)

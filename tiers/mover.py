@@ -7,7 +7,6 @@ a record that came from disk is never written again.
 
 from __future__ import annotations
 
-from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
 from ebbtide.tiers.disk import Put
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from ebbtide.tiers.reasons import Miss
     from ebbtide.tiers.runtime import Runtime, Timer
 
-PRESS_SCAN = 256  # how far the search for the coldest unwritten records goes
+PRESS_SCAN = 256  # how far the search for the coldest unwritten records goes, per size
 
 
 class Admission(Protocol):
@@ -90,15 +89,18 @@ class Mover:
         if self._disk.down:
             return
         puts: list[Put] = []
-        refused: list[MemoryRecord] = []
+        refused: dict[MemoryRecord, None] = {}
         queue_bytes = self._bounds.write_queue_bytes
         for record in self._due():
             if self._moving and self._moving_bytes + self._stride(record) > queue_bytes:
                 break
-            if self._admission.admit(record.epoch, record.key, record.length):
+            if record in refused:
+                continue
+            fits = record.length <= self._disk.space.largest_bytes
+            if fits and self._admission.admit(record.epoch, record.key, record.length):
                 puts.append(self._begin(record))
             else:
-                refused.append(record)
+                refused[record] = None
         for record in refused:
             self.refused += 1
             self._memory.clean(record)
@@ -111,15 +113,19 @@ class Mover:
     def _due(self) -> Iterator[MemoryRecord]:
         memory, bounds = self._memory, self._bounds
         if self._pressed:
-            cold = islice(memory.space.coldest_first(), PRESS_SCAN)
+            cold = memory.space.coldest_first(PRESS_SCAN)
             yield from [r for r in cold if r.dirty and r not in self._moving]
         surplus = memory.dirty_bytes - self._moving_bytes - bounds.dirty_max_bytes
-        old = self._runtime.now() - bounds.write_after_s
+        now = self._runtime.now()
+        # Also the oldest ones: what hinders a segment's drain need not be among the coldest.
+        pressed = PRESS_SCAN if self._pressed else 0
         for record, since in memory.dirty.items():
             if record in self._moving:
                 continue
-            if not (self._draining or surplus > 0 or since <= old):
+            old = since + bounds.write_after_s <= now  # the same sum as in `_arm`
+            if not (self._draining or surplus > 0 or old or pressed > 0):
                 return
+            pressed -= 1
             surplus -= self._stride(record)
             yield record
 
@@ -159,7 +165,8 @@ class Mover:
         for record, since in self._memory.dirty.items():
             if record not in self._moving:
                 delay_s = since + self._bounds.write_after_s - self._runtime.now()
-                self._timer = self._runtime.call_later(max(0.0, delay_s), self.run)
+                if delay_s > 0.0:  # else the queue is full, and the write that ends comes back here
+                    self._timer = self._runtime.call_later(delay_s, self.run)
                 return
 
     @staticmethod

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
+from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING
 
 import lmdb
@@ -19,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ebbtide.config import Config
+    from ebbtide.tiers.directory import Geometry
     from ebbtide.tiers.runtime import Runtime
     from ebbtide.tiers.slab import Slab
 
@@ -47,42 +52,66 @@ class OpenDisk:
         """
         self.directory = Directory(path, capacity_bytes)
         geometry = self.directory.geometry
+        slab: Slab | None = None
         try:
             slab = wrap_slab(SlabFile(self.directory.slab_path, geometry.slab_bytes))
-            index = self._open_index()
-            self.tier = DiskTier(
+            build = partial(
+                DiskTier,
                 runtime,
                 slab,
-                index,
-                geometry,
+                geometry=geometry,
                 commit_batch_bytes=commit_batch_bytes
                 or min(COMMIT_BATCH_BYTES_MAX, capacity_bytes // 64),
                 commit_interval_s=commit_interval_s,
                 records_max=records_max,
             )
-            self.was_clean = self.directory.is_new or index.was_clean()
-            self.namespaces: list[StoredNamespace] = index.namespaces()
-            self.dropped = self.tier.restore(self.namespaces, index)
-            index.mark_clean(False)
+            try:
+                self._restore(build)
+            except lmdb.Error as error:
+                # A damaged index is never repaired: this is a cache.
+                _log.error("The index cannot be used (%s): the disk tier starts empty", error)
+                self.directory.forget_index()
+                self._restore(build)
         except BaseException:
+            if slab is not None:
+                slab.close()
             self.directory.close()
             raise
         self.direct = slab.direct
         if self.dropped:
             _log.warning("%d index entries were unusable and were dropped", self.dropped)
 
-    def _open_index(self) -> DurableIndex:
-        """A damaged index is set aside: the tier starts empty rather than from a repair."""
-        map_bytes = self.directory.geometry.index_bytes
+    def _restore(self, build: Callable[..., DiskTier]) -> None:
+        """Open the index and fill a tier from it."""
+        geometry = self.directory.geometry
+        self._shrink_index(geometry)
+        index = DurableIndex(self.directory.index_path, geometry.index_bytes)
         try:
-            index = DurableIndex(self.directory.index_path, map_bytes)
-            for _ in index.entries():
-                pass
-            return index
-        except lmdb.Error as error:
-            _log.error("The index cannot be read (%s): the disk tier starts empty", error)
-            self.directory.forget_index()
-            return DurableIndex(self.directory.index_path, map_bytes)
+            self.tier = build(index=index)
+            self.was_clean = self.directory.is_new or index.was_clean()
+            self.namespaces: list[StoredNamespace] = index.namespaces()
+            self.dropped = self.tier.restore(self.namespaces, index)
+            index.mark_clean(False)
+        except BaseException:
+            index.close()
+            raise
+
+    def _shrink_index(self, geometry: Geometry) -> None:
+        """After a cut of the capacity: LMDB gives no file space back, so the index is rewritten."""
+        path = self.directory.index_path
+        smaller = path + ".new"
+        shutil.rmtree(smaller, ignore_errors=True)  # of an opening that crashed
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        data = os.path.join(path, "data.mdb")
+        if not os.path.exists(data) or os.path.getsize(data) <= geometry.index_bytes:
+            return
+        os.mkdir(smaller, 0o700)
+        with (
+            closing(DurableIndex(path, os.path.getsize(data))) as large,
+            closing(DurableIndex(smaller, geometry.index_bytes)) as small,
+        ):
+            large.copy_to(small, geometry.slab_bytes, geometry.records_max)
+        self.directory.replace_index(smaller)
 
     def close(self) -> None:
         """After `DiskTier.close`."""

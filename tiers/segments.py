@@ -9,6 +9,8 @@ colder. This class does the arithmetic and the order; it knows no bytes, no keys
 from __future__ import annotations
 
 import heapq
+from collections import OrderedDict
+from itertools import islice
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ebbtide.errors import ConfigError, MisuseError
@@ -40,7 +42,16 @@ R = TypeVar("R", bound=Resident)
 class Segment:
     """One piece of the medium, and which of its slots are free."""
 
-    __slots__ = ("free", "index", "last_touch", "position", "size_bytes", "slot_class", "used")
+    __slots__ = (
+        "exposed",
+        "free",
+        "index",
+        "last_touch",
+        "position",
+        "size_bytes",
+        "slot_class",
+        "used",
+    )
 
     def __init__(self, index: int, size_bytes: int) -> None:
         self.index = index
@@ -49,13 +60,22 @@ class Segment:
         self.position = -1  # in its class
         self.free: list[int] = []  # heap of slot numbers within the segment
         self.used = 0
+        self.exposed = 0  # slots of it that may be evicted
         self.last_touch = 0  # recency stamp of the most recent touch of any of its slots
 
 
 class SlotClass:
     """All segments of one stride. Slots are dense integers: position * slots_per_segment + n."""
 
-    __slots__ = ("open_positions", "policy", "residents", "segments", "slots_per_segment", "stride")
+    __slots__ = (
+        "listed",
+        "open_positions",
+        "policy",
+        "residents",
+        "segments",
+        "slots_per_segment",
+        "stride",
+    )
 
     def __init__(self, stride: int, slots_per_segment: int, policy: EvictionPolicy) -> None:
         self.stride = stride
@@ -64,6 +84,12 @@ class SlotClass:
         self.segments: list[Segment | None] = []
         self.residents: list[Resident | None] = []
         self.open_positions: list[int] = []  # heap of positions that may have a free slot
+        self.listed: set[int] = set()  # what is in that heap: each once, so that it is bounded
+
+    def open(self, position: int) -> None:
+        if position not in self.listed:
+            self.listed.add(position)
+            heapq.heappush(self.open_positions, position)
 
     def segment_of(self, slot: int) -> Segment:
         segment = self.segments[slot // self.slots_per_segment]
@@ -106,7 +132,7 @@ class SegmentSpace(Generic[R]):
         if rest >= alignment:
             self._segments.append(Segment(whole, rest // alignment * alignment))
         self._free_segments = list(range(len(self._segments)))  # heap
-        self._coldest_bound = 0  # no segment was last touched before this stamp
+        self._by_touch: OrderedDict[Segment, None] = OrderedDict()  # in use, coldest first
 
     # -- geometry -------------------------------------------------------------------------------
 
@@ -198,8 +224,7 @@ class SegmentSpace(Generic[R]):
         segment = slot_class.segments[position]
         if segment is None or slot_class.residents[slot] is not resident:
             raise MisuseError("A slot was freed twice", slot=slot, stride=slot_class.stride)
-        if slot in slot_class.policy:
-            slot_class.policy.remove(slot)
+        self.hide(resident)
         slot_class.residents[slot] = None
         self.used_bytes -= slot_class.stride
         self.payload_bytes -= resident.length
@@ -207,11 +232,11 @@ class SegmentSpace(Generic[R]):
         if segment.used == 0:
             slot_class.segments[position] = None
             segment.slot_class, segment.free = None, []
+            del self._by_touch[segment]
             heapq.heappush(self._free_segments, segment.index)
             return
-        if not segment.free:
-            heapq.heappush(slot_class.open_positions, position)
         heapq.heappush(segment.free, number)
+        slot_class.open(position)
 
     def free_bytes(self, stride: int) -> int:
         """Bytes that records of this stride could take without any eviction."""
@@ -229,13 +254,16 @@ class SegmentSpace(Generic[R]):
         if resident.slot in policy:
             return
         policy.insert(resident.slot)
-        resident.slot_class.segment_of(resident.slot).last_touch = self.clock.now
+        segment = resident.slot_class.segment_of(resident.slot)
+        segment.exposed += 1
+        self._touched(segment)
 
     def hide(self, resident: R) -> None:
         """The resident must not be evicted (pinned, being written). No-op when it is hidden."""
         policy = resident.slot_class.policy
         if resident.slot in policy:
             policy.remove(resident.slot)
+            resident.slot_class.segment_of(resident.slot).exposed -= 1
 
     def touch(self, resident: R) -> None:
         """Somebody asked for it. A hidden resident only takes the stamp."""
@@ -244,7 +272,7 @@ class SegmentSpace(Generic[R]):
             policy.touch(resident.slot)
         else:
             policy.stamp_absent(resident.slot)
-        resident.slot_class.segment_of(resident.slot).last_touch = self.clock.now
+        self._touched(resident.slot_class.segment_of(resident.slot))
 
     def stamp(self, resident: R) -> int:
         """Recency of the resident, comparable over all sizes: larger is more recent."""
@@ -260,19 +288,16 @@ class SegmentSpace(Generic[R]):
         stride = self.stride(length)
         slot_class = self.classes.get(stride)
         own = None if slot_class is None else self._coldest(slot_class, evictable)
-        if own is not None and (len(self.classes) == 1 or self.stamp(own) <= self._coldest_bound):
-            return [own]
-        drained = self._coldest_segment(stride, evictable)
-        if drained is None:
-            return [] if own is None else [own]
-        if own is not None and self.stamp(own) <= drained.last_touch:
-            return [own]
-        return list(self._residents_of(drained))
+        colder_than = self.clock.now + 1 if own is None else self.stamp(own)
+        drained = self._coldest_segment(stride, colder_than, evictable)
+        if drained is not None:
+            return list(self._residents_of(drained))
+        return [] if own is None else [own]
 
-    def coldest_first(self) -> Iterator[R]:
-        """All exposed residents, coldest first within each size."""
+    def coldest_first(self, each_max: int | None = None) -> Iterator[R]:
+        """The exposed residents, coldest first within each size, at most `each_max` of a size."""
         for slot_class in self.classes.values():
-            for slot in slot_class.policy.coldest_first():
+            for slot in islice(slot_class.policy.coldest_first(), each_max):
                 yield slot_class.residents[slot]  # type: ignore[misc]  # R by construction
 
     def residents(self) -> Iterator[R]:
@@ -296,6 +321,10 @@ class SegmentSpace(Generic[R]):
             payload += resident.length
         if (used, payload) != (self.used_bytes, self.payload_bytes):
             raise MisuseError("Byte counters disagree", counted=used, claimed=self.used_bytes)
+        for segment in self._by_touch:
+            policy = segment.slot_class.policy if segment.slot_class else ()
+            if segment.exposed != sum(r.slot in policy for r in self._residents_of(segment)):
+                raise MisuseError("A segment miscounts what may be evicted", index=segment.index)
         held = [s.used + len(s.free) for s in self._segments if s.slot_class is not None]
         want = [s.size_bytes // s.slot_class.stride for s in self._segments if s.slot_class]
         if held != want:
@@ -316,7 +345,7 @@ class SegmentSpace(Generic[R]):
             segment = slot_class.segments[positions[0]]
             if segment is not None and segment.free:
                 return segment
-            heapq.heappop(positions)  # filled up or given back since it was pushed
+            slot_class.listed.discard(heapq.heappop(positions))  # filled up or given back since
         usable = self._usable_free_segment(slot_class.stride)
         if usable is None:
             return None
@@ -336,8 +365,8 @@ class SegmentSpace(Generic[R]):
         count = segment.size_bytes // slot_class.stride
         segment.slot_class = slot_class
         segment.free = list(range(count))
-        segment.used = 0
-        segment.last_touch = self.clock.now
+        segment.used = segment.exposed = 0
+        self._touched(segment)
         try:
             segment.position = slot_class.segments.index(None)
             slot_class.segments[segment.position] = segment
@@ -347,7 +376,7 @@ class SegmentSpace(Generic[R]):
         slots = len(slot_class.segments) * slot_class.slots_per_segment
         slot_class.policy.grow(slots)
         slot_class.residents.extend([None] * (slots - len(slot_class.residents)))
-        heapq.heappush(slot_class.open_positions, segment.position)
+        slot_class.open(segment.position)
 
     def _occupy(
         self, resident: R, length: int, slot_class: SlotClass, segment: Segment, number: int
@@ -369,20 +398,24 @@ class SegmentSpace(Generic[R]):
                 return resident
         return None
 
-    def _coldest_segment(self, stride: int, evictable: Callable[[R], bool]) -> Segment | None:
-        used = [s for s in self._segments if s.slot_class is not None]
-        used.sort(key=lambda segment: segment.last_touch)
-        if used:
-            self._coldest_bound = used[0].last_touch
-        for segment in used:
+    def _coldest_segment(
+        self, stride: int, colder_than: int, evictable: Callable[[R], bool]
+    ) -> Segment | None:
+        for segment in self._by_touch:
+            if segment.last_touch >= colder_than:
+                return None
             slot_class = segment.slot_class
             assert slot_class is not None
             if slot_class.stride == stride or segment.size_bytes < stride:
                 continue
-            policy = slot_class.policy
-            if all(r.slot in policy and evictable(r) for r in self._residents_of(segment)):
+            if segment.exposed == segment.used and all(map(evictable, self._residents_of(segment))):
                 return segment
         return None
+
+    def _touched(self, segment: Segment) -> None:
+        segment.last_touch = self.clock.now
+        self._by_touch[segment] = None
+        self._by_touch.move_to_end(segment)
 
     def _residents_of(self, segment: Segment) -> Iterator[R]:
         slot_class = segment.slot_class

@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections import Counter, deque
 from typing import TYPE_CHECKING, NamedTuple
 
-from ebbtide.tiers.digest import record_digest
 from ebbtide.tiers.ghosts import Ghosts
-from ebbtide.tiers.index import StoredNamespace
 from ebbtide.tiers.load import Load, Sink
 from ebbtide.tiers.memory import MemoryRecord, MemoryTier, State
 from ebbtide.tiers.mover import Admission, Mover
-from ebbtide.tiers.namespace import Namespace, namespace_digest
+from ebbtide.tiers.namespaces import Namespaces
+from ebbtide.tiers.pins import Pins
 from ebbtide.tiers.reasons import Miss, Place, label
-from ebbtide.tiers.runtime import VERIFY
+from ebbtide.tiers.reservations import Grant, Reservations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -26,19 +25,9 @@ if TYPE_CHECKING:
     from ebbtide.tiers.arena import Arena
     from ebbtide.tiers.bounds import Bounds
     from ebbtide.tiers.disk import DiskRecord, DiskTier
+    from ebbtide.tiers.index import StoredNamespace
+    from ebbtide.tiers.namespace import Namespace
     from ebbtide.tiers.runtime import Runtime, Timer
-
-EPOCH_MAX = 2**32 - 1
-
-
-class Grant(NamedTuple):
-    """A slot to write, or `sequence` 0: the key is held or being put, there is nothing to do."""
-
-    offset: int
-    sequence: int
-
-
-NOTHING_TO_DO = Grant(0, 0)
 
 
 class Event(NamedTuple):
@@ -77,19 +66,14 @@ class Store:
         self.counts: Counter[str] = Counter()
         self.events: deque[Event] = deque(maxlen=bounds.event_entries)
         self.event_sequence = 0
-        self._stored = {namespace.digest: namespace for namespace in stored_namespaces}
-        self._last_epoch = max((n.epoch for n in stored_namespaces), default=0)
-        self._namespaces: dict[bytes, Namespace] = {}
-        self._by_handle: list[Namespace] = []
-        self._by_epoch: dict[int, Namespace] = {}
+        self.namespaces = Namespaces(stored_namespaces)
         self._sequence = 0
-        self._reserved: dict[int, MemoryRecord] = {}
-        self._holdings: dict[bytes, set[int]] = {}  # engine -> sequences that it may still write
-        self._loads: dict[bytes, set[Load]] = {}
+        self._reservations = Reservations(self)
+        self._pins = Pins(self.memory, bounds.pinned_max_bytes)
+        self._loads: dict[bytes, dict[Load, None]] = {}  # in the order in which they came
         self._load_engine: dict[Load, bytes] = {}
         self._slot_queue: deque[Load] = deque()
         self._woken = False
-        self._user_pins: dict[MemoryRecord, int] = {}
         self._save_timer: Timer | None = None
         self.mover: Mover | None = None
         if disk is not None:
@@ -116,30 +100,20 @@ class Store:
         `namespace_pending` and nothing is stored until it opens the final descriptor. Raises
         MisuseError.
         """
-        digest = namespace_digest(pairs)
-        namespace = self._namespaces.get(digest)
-        if namespace is not None:
-            if namespace.pending and not pending:
-                namespace.pending = False
-                self._keep_on_disk(namespace)
-            return namespace
-        known = self._stored.get(digest)
-        epoch = known.epoch if known else self._new_epoch()
-        namespace = Namespace(len(self._by_handle), digest, pairs, epoch, pending)
-        if not pending:
-            self._keep_on_disk(namespace)
-        self._namespaces[digest] = namespace
-        self._by_handle.append(namespace)
-        self._by_epoch[epoch] = namespace
+        namespace = self.namespaces.open(pairs, pending=pending)
+        if self.disk is not None and not namespace.pending:
+            stored = self.namespaces.to_store(namespace)
+            if stored is not None:
+                self.disk.adopt_namespace(stored)
         return namespace
 
     def namespace(self, handle: int) -> Namespace | None:
         """The namespace that `open_namespace` gave this handle to."""
-        return self._by_handle[handle] if 0 <= handle < len(self._by_handle) else None
+        return self.namespaces.by_handle(handle)
 
     def held(self, namespace: Namespace) -> tuple[int, int]:
         """(records, payload bytes) that a new engine of this namespace finds. O(records held)."""
-        lengths = {key: r.length for key, r in self._disk_index(namespace).items()}
+        lengths = {key: r.length for key, r in self.disk_index(namespace).items()}
         lengths.update({key: r.length for key, r in self.memory.index(namespace.epoch).items()})
         return len(lengths), sum(lengths.values())
 
@@ -153,14 +127,16 @@ class Store:
         if namespace.pending:
             return bytes([Miss.NAMESPACE_PENDING]) * len(keys)
         in_memory = self.memory.index(namespace.epoch)
-        on_disk = self._disk_index(namespace)
+        on_disk = self.disk_index(namespace)
         states = bytearray(len(keys))
+        # Enum members as locals: the loop is the cost of a scheduler's question.
+        whole, memory, disk = State.WHOLE, int(Place.MEMORY), int(Place.DISK)
         for number, key in enumerate(keys):
             record = in_memory.get(key)
-            if record is not None and record.state is State.WHOLE:
-                states[number] = Place.MEMORY
+            if record is not None and record.state is whole:
+                states[number] = memory
             elif key in on_disk:
-                states[number] = Place.DISK
+                states[number] = disk
             elif record is not None:
                 states[number] = Place.PENDING
             else:
@@ -169,12 +145,16 @@ class Store:
 
     def miss_reason(self, namespace: Namespace, key: bytes) -> Miss:
         """Why a key that no tier holds is missing. O(open namespaces)."""
+        if namespace.pending:
+            return Miss.NAMESPACE_PENDING
+        if self.disk is not None and self.disk.down and key in self.disk.index(namespace.epoch):
+            return Miss.IO_ERROR
         reason = self.ghosts.reason(namespace.epoch, key)
         if reason is not Miss.NEVER_SEEN:
             return reason
-        for other in self._by_handle:
+        for other in self.namespaces:
             if other is not namespace and (
-                key in self.memory.index(other.epoch) or key in self._disk_index(other)
+                key in self.memory.index(other.epoch) or key in self.disk_index(other)
             ):
                 return Miss.OTHER_NAMESPACE
         return Miss.NEVER_SEEN
@@ -185,7 +165,7 @@ class Store:
         From the last key to the first, so that a chain loses its tail first. O(keys).
         """
         in_memory = self.memory.index(namespace.epoch)
-        on_disk = self._disk_index(namespace)
+        on_disk = self.disk_index(namespace)
         for key in reversed(keys):
             record = in_memory.get(key)
             if record is not None:
@@ -208,25 +188,7 @@ class Store:
         """
         if namespace.pending:
             return [], Miss.NAMESPACE_PENDING
-        stride = self.memory.space.stride(length)
-        on_disk = self._disk_index(namespace)
-        grants: list[Grant] = []
-        for key in keys:
-            if self.memory.find(namespace.epoch, key) is not None or key in on_disk:
-                grants.append(NOTHING_TO_DO)
-                continue
-            record = None
-            if self.memory.reserved_bytes + stride <= self._reservable_bytes(stride):
-                record = self._place(namespace, key, length, State.RESERVED)
-            if record is None:
-                self.counts["reserve_busy"] += 1
-                if self.mover is not None:
-                    self.mover.press()
-                return grants, Miss.BUSY
-            self._reserved[record.sequence] = record
-            self._holdings.setdefault(engine, set()).add(record.sequence)
-            grants.append(Grant(self.memory.space.offset(record), record.sequence))
-        return grants, None
+        return self._reservations.reserve(engine, namespace, keys, length)
 
     def commit(
         self, engine: bytes, sequences: Sequence[int], reply: Callable[[bytes], None]
@@ -236,34 +198,13 @@ class Store:
         `reply(codes)`: per sequence 0 when the record can be read from now on, else why not. A
         sequence that the engine does not hold is UNKNOWN. The digest is taken in an I/O thread.
         """
-        records = [self._take_back(engine, sequence) for sequence in sequences]
-        mine = [record for record in records if record is not None]
-        digests: dict[int, bytes] = {}
-
-        def take(record: MemoryRecord) -> None:
-            slot = self.view(record, record.slot_class.stride)
-            slot[record.length :] = bytes(record.slot_class.stride - record.length)
-            digests[record.sequence] = record_digest(slot[: record.length], record.seed)
-
-        def taken(outcomes: list[BaseException | None]) -> None:
-            codes = [self._publish(record, digests) for record in records]
-            if self.mover is not None:
-                self.mover.run()
-            self.slots_freed()
-            reply(bytes(codes))
-
-        self.runtime.start(VERIFY, take, mine, taken)
+        self._reservations.commit(engine, sequences, reply)
 
     def abort(self, engine: bytes, sequences: Sequence[int]) -> bytes:
         """The slots will not be written any more and were never published. Codes as `commit`'s."""
-        codes = bytearray()
-        for sequence in sequences:
-            record = self._take_back(engine, sequence)
-            codes.append(Miss.UNKNOWN if record is None else 0)
-            if record is not None:
-                self._drop_reserved(record)
+        codes = self._reservations.abort(engine, sequences)
         self.slots_freed()
-        return bytes(codes)
+        return codes
 
     # -- load -----------------------------------------------------------------------------------
 
@@ -273,19 +214,16 @@ class Store:
         May call the sink before it returns. Each key is named once.
         """
         load = Load(self, namespace, keys, sink)
-        self._loads.setdefault(engine, set()).add(load)
+        self._loads.setdefault(engine, {})[load] = None
         self._load_engine[load] = engine
         load.advance()
         return load
 
     def load_ended(self, load: Load) -> None:
-        """Called by the load itself when it is `done` or `over`, perhaps."""
-        if load.done and load in self._slot_queue:
-            self._slot_queue.remove(load)
-            self.slots_freed()
+        """Called by the load itself when it is `done`, perhaps also `over`."""
         if load.over:
             engine = self._load_engine.pop(load, b"")
-            self._loads.get(engine, set()).discard(load)
+            self._loads.get(engine, {}).pop(load, None)
 
     # -- leaving, reset, pins -------------------------------------------------------------------
 
@@ -294,9 +232,7 @@ class Store:
 
         Nobody can write or read its slots any more. Its reserved slots are freed, its loads end.
         """
-        for sequence in list(self._holdings.pop(engine, ())):
-            self._drop_reserved(self._reserved.pop(sequence))
-            self.counts["reclaimed_slots"] += 1
+        self.counts["reclaimed_slots"] += self._reservations.engine_gone(engine)
         for load in list(self._loads.pop(engine, ())):
             self._load_engine.pop(load, None)
             load.abandon()
@@ -308,9 +244,10 @@ class Store:
         After `reply(True)` no old key is served again, ever: not by work that is under way now, and
         not after a kill right behind the answer.
         """
-        targets = [namespace] if namespace is not None else list(self._by_handle)
-        if namespace is None:
-            targets += self._adopt_stored()
+        if namespace is None:  # also what only the directory knows
+            for closed in self.namespaces.closed():
+                self.open_namespace(closed.descriptor)
+        targets = [namespace] if namespace is not None else list(self.namespaces)
         outstanding = len(targets)
         all_ok = True
 
@@ -332,27 +269,11 @@ class Store:
 
         Only records that memory holds whole; never more than `pinned_max_bytes` in all.
         """
-        pinned = 0
-        for key in keys:
-            record = self.memory.find(namespace.epoch, key)
-            if record is None or record.state is not State.WHOLE:
-                continue
-            room = self.bounds.pinned_max_bytes - self._user_pinned_bytes()
-            if record not in self._user_pins and record.slot_class.stride > room:
-                break
-            self._user_pins[record] = self._user_pins.get(record, 0) + 1
-            self.memory.pin(record)
-            pinned += 1
-        return pinned
+        return self._pins.pin(namespace.epoch, keys)
 
     def unpin(self, namespace: Namespace, keys: Iterable[bytes]) -> int:
         """Undo one `pin` per key. Returns how many pins were given back."""
-        given_back = 0
-        for key in keys:
-            record = self.memory.find(namespace.epoch, key)
-            if record is not None and record in self._user_pins:
-                self._unpin_once(record)
-                given_back += 1
+        given_back = self._pins.unpin(namespace.epoch, keys)
         self.slots_freed()
         return given_back
 
@@ -445,7 +366,7 @@ class Store:
             self.disk.close(clean)
         self.arena.close()
 
-    # -- for Load -------------------------------------------------------------------------------
+    # -- for loads and reservations -------------------------------------------------------------
 
     def view(self, record: MemoryRecord, length: int) -> memoryview:
         """The first `length` bytes of the record's slot."""
@@ -456,16 +377,29 @@ class Store:
     ) -> MemoryRecord | None:
         """A slot to read into, or None: the load is in the FIFO queue and will be advanced."""
         head = not self._slot_queue or self._slot_queue[0] is load
-        record = self._place(namespace, key, length, State.READING) if head else None
+        record = self.place(namespace, key, length, State.READING) if head else None
         if record is None:
-            if load not in self._slot_queue:
+            if not load.queued:
+                load.queued = True
                 self._slot_queue.append(load)
             if self.mover is not None:
                 self.mover.press()
-        elif self._slot_queue and self._slot_queue[0] is load:
-            self._slot_queue.popleft()
-            self.slots_freed()
+        elif load.queued:
+            self.leave_queue(load)
         return record
+
+    def leave_queue(self, load: Load) -> None:
+        """The load has its slot, or wants none any more: let the next one try."""
+        load.queued = False
+        self._slot_queue.remove(load)
+        self.slots_freed()
+
+    def too_large(self, on_disk: DiskRecord) -> Miss:
+        """Memory was made smaller since, and has no slot of that size: never promise it again."""
+        assert self.disk is not None
+        self.disk.discard(on_disk)
+        self.ghosts.remember(on_disk.epoch, on_disk.key, Miss.NOT_ADMITTED)
+        return Miss.NOT_ADMITTED
 
     def promoted(self, record: MemoryRecord, on_disk: DiskRecord) -> None:
         """A verified record arrived from disk; the disk copy stays."""
@@ -482,9 +416,10 @@ class Store:
 
     def memory_corrupt(self, record: MemoryRecord) -> None:
         """The record's bytes in the arena no longer verify: a miss from now on."""
-        self.counts["memory_corrupt"] += 1
         if not record.doomed:
+            self.counts["memory_corrupt"] += 1
             self.memory.discard(record)
+            self._pins.drop(record)
             self.ghosts.remember(record.epoch, record.key, Miss.CORRUPT)
             self._event("lost", record.epoch, record.key, Place.MEMORY)
 
@@ -502,20 +437,16 @@ class Store:
             if self._slot_queue and self._slot_queue[0] is head:
                 return
 
-    # -- inside ---------------------------------------------------------------------------------
-
-    def _disk_index(self, namespace: Namespace) -> dict[bytes, DiskRecord]:
+    def disk_index(self, namespace: Namespace) -> dict[bytes, DiskRecord]:
+        """The namespace's records on disk by key; empty while the tier is down. Read only."""
         if self.disk is None or self.disk.down:
             return {}
         return self.disk.index(namespace.epoch)
 
-    def _reservable_bytes(self, stride: int) -> int:
-        """Stores leave at least one slot, and `load_reserve_bytes`, to loads."""
-        return self.memory.space.capacity_bytes - max(stride, self.bounds.load_reserve_bytes)
-
-    def _place(
+    def place(
         self, namespace: Namespace, key: bytes, length: int, state: State
     ) -> MemoryRecord | None:
+        """A slot for a new record, pinned by who fills it; evicts what may go. None: busy."""
         self._sequence += 1
         record = MemoryRecord(namespace, key, self._sequence, state)
         while not self.memory.place(record, length):
@@ -526,6 +457,17 @@ class Store:
                 self._evict(victim)
         return record
 
+    def published(self, record: MemoryRecord, digest: bytes) -> None:
+        """A reserved record is whole and named; its writer's pin ends."""
+        since = None if self.disk is None else self.runtime.now()
+        self.memory.publish(record, digest, since)
+        self.memory.unpin(record)
+        self.ghosts.forget(record.epoch, record.key)
+        self.counts["stored"] += 1
+        self._event("stored", record.epoch, record.key, Place.MEMORY)
+
+    # -- inside ---------------------------------------------------------------------------------
+
     def _evictable(self, record: MemoryRecord) -> bool:
         """Whoever leaves memory has ebbed, as long as there is a disk to ebb to."""
         written = not record.dirty or self.disk is None or self.disk.down is not None
@@ -533,83 +475,27 @@ class Store:
 
     def _evict(self, record: MemoryRecord) -> None:
         self.counts["memory_evicted"] += 1
-        namespace = self._by_epoch.get(record.epoch)
-        if namespace is None or record.key not in self._disk_index(namespace):
+        namespace = self.namespaces.by_epoch(record.epoch)
+        refused = self.ghosts.reason(record.epoch, record.key) is Miss.NOT_ADMITTED
+        if not refused and (namespace is None or record.key not in self.disk_index(namespace)):
             self.ghosts.remember(record.epoch, record.key, Miss.EVICTED)
         self.memory.discard(record)
         self._event("evicted", record.epoch, record.key, Place.MEMORY)
 
-    def _take_back(self, engine: bytes, sequence: int) -> MemoryRecord | None:
-        holdings = self._holdings.get(engine)
-        if holdings is None or sequence not in holdings:
-            return None
-        holdings.discard(sequence)
-        return self._reserved.pop(sequence)
-
-    def _drop_reserved(self, record: MemoryRecord) -> None:
-        if not record.doomed:
-            self.memory.discard(record)
-        self.memory.unpin(record)
-
-    def _publish(self, record: MemoryRecord | None, digests: dict[int, bytes]) -> int:
-        if record is None:
-            return Miss.UNKNOWN
-        if record.doomed or record.sequence not in digests:
-            reason = Miss.RESET if record.doomed else Miss.IO_ERROR
-            self._drop_reserved(record)
-            return reason
-        since = None if self.disk is None else self.runtime.now()
-        self.memory.publish(record, digests[record.sequence], since)
-        self.memory.unpin(record)
-        self.ghosts.forget(record.epoch, record.key)
-        self.counts["stored"] += 1
-        self._event("stored", record.epoch, record.key, Place.MEMORY)
-        return 0
-
     def _reset_one(self, namespace: Namespace, settled: Callable[[bool], None]) -> None:
         old_epoch = namespace.epoch
-        for record in [r for r in self._user_pins if r.epoch == old_epoch]:
-            del self._user_pins[record]
-            self.memory.unpin(record)
-        gone = [*self.memory.index(old_epoch), *self._disk_index(namespace)]
+        self._pins.drop_epoch(old_epoch)
+        gone = [*self.memory.index(old_epoch), *self.disk_index(namespace)]
         self.memory.forget(old_epoch)
-        namespace.epoch = self._new_epoch()
+        stored = self.namespaces.renew(namespace)
         for key in gone:
             self.ghosts.remember(namespace.epoch, key, Miss.RESET)
-        del self._by_epoch[old_epoch]
-        self._by_epoch[namespace.epoch] = namespace
-        stored = StoredNamespace(namespace.digest, namespace.epoch, namespace.descriptor)
-        self._stored[namespace.digest] = stored
         self.counts["resets"] += 1
         self._event("reset", old_epoch, b"", Place.MEMORY)
         if self.disk is None:
             settled(True)
         else:
             self.disk.reset(old_epoch, stored, settled)
-
-    def _keep_on_disk(self, namespace: Namespace) -> None:
-        if namespace.digest not in self._stored and self.disk is not None:
-            stored = StoredNamespace(namespace.digest, namespace.epoch, namespace.descriptor)
-            self._stored[namespace.digest] = stored
-            self.disk.adopt_namespace(stored)
-
-    def _adopt_stored(self) -> list[Namespace]:
-        """Namespaces that only the directory knows, for a reset of everything."""
-        unknown = [s for s in self._stored.values() if s.digest not in self._namespaces]
-        return [self.open_namespace(stored.descriptor) for stored in unknown]
-
-    def _new_epoch(self) -> int:
-        self._last_epoch += 1
-        return self._last_epoch
-
-    def _unpin_once(self, record: MemoryRecord) -> None:
-        self._user_pins[record] -= 1
-        if self._user_pins[record] == 0:
-            del self._user_pins[record]
-        self.memory.unpin(record)
-
-    def _user_pinned_bytes(self) -> int:
-        return sum(record.slot_class.stride for record in self._user_pins)
 
     def _disk_evicted(self, epoch: int, key: bytes) -> None:
         if self.memory.find(epoch, key) is None:

@@ -1,0 +1,156 @@
+"""The model of one seed's world: what engines have in hand, and what must hold of it at any time.
+
+A dictionary of sets says which keys of a namespace were committed since its last reset. A cache may
+forget any of them at any time, but what it serves must be one of them, byte for byte.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from random import Random
+from typing import TYPE_CHECKING, TypeVar
+
+from tests.sim.plan import ALIGNMENT, Engine, Plan, Reading
+
+from ebbtide.testing import Fault, SimStore
+from ebbtide.tiers.digest import record_digest, record_seed
+from ebbtide.tiers.memory import State
+
+if TYPE_CHECKING:
+    from ebbtide.tiers.load import Granted
+    from ebbtide.tiers.namespace import Namespace
+
+T = TypeVar("T")
+
+NAMES = ("a", "b")
+ENGINES = (b"engine-0", b"engine-1", b"engine-2")
+HISTORY = 60
+
+
+class Model:
+    """Engines, store and what may be served. `check` raises AssertionError."""
+
+    def __init__(self, seed: int, directory: str, plan: Plan | None = None) -> None:
+        self.random = Random(seed)
+        self.plan = plan or Plan.draw(self.random)
+        self.sim = SimStore(
+            self.random.getrandbits(32),
+            self.plan.memory_bytes,
+            disk_path=directory if self.plan.slab_bytes else None,
+            slab_bytes=self.plan.slab_bytes,
+            bounds=self.plan.bounds,
+        )
+        self.engines = [Engine(name) for name in ENGINES]
+        self.served = 0
+        self.cut_now = False
+        self.history: deque[str] = deque(maxlen=HISTORY)
+        self.may_hold: dict[str, set[bytes]] = {name: set() for name in NAMES}
+        self.unsure: dict[str, set[bytes]] = {name: set() for name in NAMES}  # reset, no answer yet
+        self.damaged: set[tuple[str, bytes]] = set()  # may be wrong in the slab by our own doing
+        self.pins: list[tuple[str, bytes]] = []
+        self._contents: dict[tuple[str, bytes], bytes] = {}
+        self._names: dict[int, str] = {}  # by reset epoch, old ones too
+        self._reopened()
+
+    # -- what must hold -------------------------------------------------------------------------
+
+    def check(self) -> None:
+        store = self.sim.store
+        store.check_integrity()
+        memory = store.memory
+        assert memory.space.used_bytes <= memory.space.capacity_bytes
+        written = [slot.span for engine in self.engines for slot in engine.slots.values()]
+        held = sum(end - start for start, end in written)
+        reserved = [r for r in memory.space.residents() if r.state is State.RESERVED]
+        assert held <= sum(r.slot_class.stride for r in reserved) == memory.reserved_bytes
+        assert memory.reserved_bytes <= memory.space.capacity_bytes - ALIGNMENT
+        if not self.plan.flips:
+            corrupt = store.counts["memory_corrupt"], store.disk.corrupt if store.disk else 0
+            assert corrupt == (0, 0), "bytes changed by themselves"
+        for engine in self.engines:
+            for reading in engine.readings:
+                shown = [r for rs in reading.sink.open_batches.values() for r in rs]
+                strides = [memory.space.stride(record.length) for record in shown]
+                assert len(shown) <= 1 or sum(strides) <= store.bounds.load_window_bytes
+                for record in shown:
+                    self._bytes_are_right(reading, record)
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def namespace(self, name: str) -> Namespace:
+        space = self.sim.namespace(name)
+        self._names[space.epoch] = name
+        return space
+
+    def _arm_faults(self) -> None:
+        if self.sim.slab is not None and self.plan.read_faults:
+            self.sim.slab.rates = {
+                ("read", fault): self.plan.read_faults
+                for fault in Fault
+                if self.plan.flips or fault is not Fault.FLIP
+            }
+
+    def _some(self, things: list[T]) -> list[T]:
+        return self.random.sample(things, self.random.randint(0, len(things)))
+
+    def _content(self, name: str, key: bytes, length: int) -> bytes:
+        found = self._contents.get((name, key))
+        if found is None:
+            found = self.sim.content(self.namespace(name), key, length)
+            self._contents[name, key] = found
+        return found
+
+    def _bytes_are_right(self, reading: Reading, record: Granted) -> None:
+        view = self.sim.store.arena.view(record.offset, record.length)
+        key = reading.keys[record.position]
+        assert view == self._content(reading.name, key, record.length), f"wrong bytes for {key!r}"
+
+    def _nobody_else_has(self, span: tuple[int, int], *, readers_too: bool) -> None:
+        taken = [slot.span for engine in self.engines for slot in engine.slots.values()]
+        for engine in self.engines if readers_too else ():
+            for reading in engine.readings:
+                for granted in reading.sink.open_batches.values():
+                    taken += [(r.offset, r.offset + r.length) for r in granted]
+        overlaps = [other for other in taken if span[0] < other[1] and other[0] < span[1]]
+        assert not overlaps, f"slot {span} has two holders: {overlaps}"
+
+    def _foreign(self, engine: Engine) -> list[int]:
+        other = self.random.choice(self.engines)
+        return self._some(list(other.slots)) if other is not engine else []
+
+    def _damage(self, epoch: int, key: bytes) -> None:
+        # Also of an epoch that was reset: while no commit says so, a crash brings it back.
+        self.damaged.add((self._names[epoch], key))
+
+    def _all_engines_go(self) -> None:
+        for engine in self.engines:
+            for reading in engine.readings:
+                reading.sink.open_batches.clear()
+                reading.gone = True
+            self.sim.store.engine_gone(engine.name)
+
+    def _on_disk(self) -> set[tuple[int, bytes]]:
+        disk = self.sim.store.disk
+        return {(e, key) for e in disk.digests for key in disk.index(e)} if disk else set()
+
+    def _reopened(self) -> None:
+        """A new process over the old device: engines start anew, and no entry names bad bytes."""
+        self.engines = [Engine(name) for name in ENGINES]
+        self.pins.clear()
+        for name in NAMES:
+            self.may_hold[name] |= self.unsure[name]
+            self.unsure[name].clear()
+            self.namespace(name)
+        self._arm_faults()
+        disk, bad = self.sim.store.disk, set[tuple[str, bytes]]()
+        for name in NAMES if disk else ():
+            space = self.namespace(name)
+            for key, record in disk.index(space.epoch).items() if disk else ():
+                assert disk is not None
+                assert key in self.may_hold[name], "a key that was reset is back"
+                offset = disk.space.offset(record)
+                payload = self.sim.device.image[offset : offset + record.length]
+                if record_digest(payload, record_seed(space.digest, key)) != record.digest:
+                    bad.add((name, key))
+        assert bad <= self.damaged, f"entries that name bytes of something else: {bad}"
+        self.damaged = bad

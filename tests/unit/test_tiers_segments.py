@@ -1,0 +1,309 @@
+"""Slots of any size on one medium: exact counts, sound victims, restored places, bounded work."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from random import Random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from ebbtide.errors import ConfigError, MisuseError
+from ebbtide.tiers.segments import Resident, SegmentSpace, segment_bytes_for
+
+PAGE = 4096
+MIB = 1 << 20
+SIZES = (10_496, 18_432, 41_984, 1_124_352)
+
+
+class Thing(Resident):
+    """A resident with nothing of its own."""
+
+
+def anything(resident: Thing) -> bool:
+    return True
+
+
+def fill(space: SegmentSpace[Thing], length: int, count: int | None = None) -> list[Thing]:
+    """Place exposed residents until `count` or until nothing is free."""
+    placed: list[Thing] = []
+    while count is None or len(placed) < count:
+        thing = Thing()
+        if not space.place(thing, length):
+            assert count is None
+            break
+        space.expose(thing)
+        placed.append(thing)
+    return placed
+
+
+# -- counts ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("length", "slots"), list(zip(SIZES, (16 * 341, 16 * 204, 16 * 93, 16 * 3), strict=True))
+)
+def test_a_medium_holds_exactly_the_slots_that_its_segments_hold(length: int, slots: int) -> None:
+    space = SegmentSpace[Thing](64 * MIB)
+    assert space.segment_bytes == 4 * MIB
+    assert space.slots_for(length) == slots
+    assert len(fill(space, length)) == slots
+    space.check_integrity()
+
+
+def test_p94_sizes_together_take_a_segment_each_and_waste_only_their_tails() -> None:
+    space = SegmentSpace[Thing](64 * MIB)
+    placed = {length: fill(space, length, space.slots_for(length) // 4) for length in SIZES}
+    assert [len(placed[length]) for length in SIZES] == [4 * 341, 4 * 204, 4 * 93, 4 * 3]
+    assert not any(space.place(Thing(), length) for length in SIZES)
+    space.check_integrity()
+    offsets = sorted((space.offset(t), t.slot_class.stride) for ts in placed.values() for t in ts)
+    ends = [start + stride for start, stride in offsets]
+    assert all(end <= start for end, (start, _) in zip(ends, offsets[1:], strict=False))
+    payload = sum(t.length for ts in placed.values() for t in ts)
+    assert payload > 0.8 * space.capacity_bytes
+
+
+@pytest.mark.parametrize(
+    ("capacity", "segment"),
+    [
+        (4 * PAGE, 4 * PAGE),
+        (5000, PAGE),
+        (1 * MIB, 1 * MIB),
+        (4 * MIB, 4 * MIB),
+        (63 * MIB, 4 * MIB),
+        (64 * MIB, 4 * MIB),
+        (128 * MIB, 8 * MIB),
+        (200 * MIB, 8 * MIB),
+        (1024 * MIB, 64 * MIB),
+        (1 << 40, 64 * MIB),
+    ],
+)
+def test_a_segment_is_64_mib_or_a_sixteenth(capacity: int, segment: int) -> None:
+    assert segment_bytes_for(capacity) == segment
+
+
+def test_four_slots_are_four_slots() -> None:
+    assert len(fill(SegmentSpace[Thing](4 * PAGE), PAGE)) == 4
+
+
+def test_the_last_segment_may_be_shorter_and_serves_what_fits() -> None:
+    space = SegmentSpace[Thing](9 * MIB)  # 4 + 4 + 1 MiB
+    assert space.slots_for(2 * MIB) == 4
+    assert len(fill(space, 2 * MIB)) == 4
+    assert len(fill(space, PAGE)) == MIB // PAGE
+    space.check_integrity()
+
+
+def test_a_record_that_no_segment_holds_is_refused_with_the_numbers() -> None:
+    space = SegmentSpace[Thing](64 * MIB)
+    with pytest.raises(ConfigError, match=r"record_bytes=4194305, segment_bytes=4194304"):
+        space.place(Thing(), 4 * MIB + 1)
+    with pytest.raises(MisuseError):
+        space.place(Thing(), 0)
+
+
+def test_freeing_a_slot_twice_is_a_misuse() -> None:
+    space = SegmentSpace[Thing](4 * PAGE)
+    first, second = fill(space, PAGE, 2)
+    space.remove(first)
+    with pytest.raises(MisuseError, match="freed twice"):
+        space.remove(first)
+    space.remove(second)
+    with pytest.raises(MisuseError, match="freed twice"):
+        space.remove(second)
+
+
+def test_an_empty_segment_serves_any_size_again() -> None:
+    space = SegmentSpace[Thing](8 * MIB)
+    small = fill(space, PAGE)
+    assert not space.place(Thing(), 2 * MIB)
+    for thing in small[:1024]:
+        space.remove(thing)
+    assert len(fill(space, 2 * MIB)) == 2
+    space.check_integrity()
+
+
+def test_free_bytes_are_what_a_size_can_take() -> None:
+    space = SegmentSpace[Thing](8 * MIB)
+    assert space.free_bytes(PAGE) == 8 * MIB
+    (thing,) = fill(space, PAGE, 1)
+    assert space.free_bytes(PAGE) == 8 * MIB - PAGE
+    assert space.free_bytes(2 * PAGE) == 4 * MIB
+    space.remove(thing)
+    assert space.free_bytes(2 * PAGE) == 8 * MIB
+
+
+# -- what goes first ------------------------------------------------------------------------------
+
+
+def test_the_coldest_of_its_own_size_goes_when_nothing_is_colder() -> None:
+    space = SegmentSpace[Thing](8 * MIB)
+    things = fill(space, PAGE)
+    space.touch(things[0])
+    assert space.victims(PAGE, anything) == [things[1]]
+    space.hide(things[1])
+    assert space.victims(PAGE, anything) == [things[2]]
+    assert space.victims(PAGE, lambda thing: thing is not things[2]) == [things[3]]
+
+
+def test_a_new_size_drains_the_coldest_segment_whole() -> None:
+    space = SegmentSpace[Thing](8 * MIB)
+    things = fill(space, MIB)
+    for thing in things[:4]:
+        space.touch(thing)
+    assert set(space.victims(2 * MIB, anything)) == set(things[4:])
+    for thing in things[4:]:
+        space.remove(thing)
+    assert space.place(Thing(), 2 * MIB)
+
+
+def test_a_segment_with_one_pinned_record_is_not_drained() -> None:
+    space = SegmentSpace[Thing](8 * MIB)
+    things = fill(space, MIB)
+    space.hide(things[5])
+    assert set(space.victims(2 * MIB, anything)) == set(things[:4])
+    assert space.victims(2 * MIB, lambda thing: thing is not things[0]) == []
+
+
+def test_a_size_that_goes_cold_over_all_gives_its_segments_up() -> None:
+    space = SegmentSpace[Thing](8 * MIB)
+    cold, warm = fill(space, MIB, 4), fill(space, 2 * MIB, 2)
+    assert set(space.victims(2 * MIB, anything)) == set(cold)
+    for thing in cold:
+        space.touch(thing)
+    assert space.victims(2 * MIB, anything) == warm[:1]
+
+
+class Space(RuleBasedStateMachine):
+    """A small space against a plain model: who is where, who is coldest."""
+
+    lengths = (PAGE, 2 * PAGE - 1, 5 * PAGE)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space = SegmentSpace[Thing](50 * PAGE, segment_bytes=16 * PAGE)
+        self.residents: list[Thing] = []
+        self.order: OrderedDict[Thing, None] = OrderedDict()  # exposed, coldest first
+
+    @rule(length=st.sampled_from(lengths))
+    def place(self, length: int) -> None:
+        thing = Thing()
+        if self.space.place(thing, length):
+            self.residents.append(thing)
+
+    def some(self, data: st.DataObject) -> Thing:
+        return data.draw(st.sampled_from(self.residents))
+
+    @precondition(lambda self: self.residents)
+    @rule(data=st.data())
+    def expose(self, data: st.DataObject) -> None:
+        thing = self.some(data)
+        self.space.expose(thing)
+        self.order.setdefault(thing, None)
+
+    @precondition(lambda self: self.residents)
+    @rule(data=st.data())
+    def hide(self, data: st.DataObject) -> None:
+        thing = self.some(data)
+        self.space.hide(thing)
+        self.order.pop(thing, None)
+
+    @precondition(lambda self: self.residents)
+    @rule(data=st.data())
+    def touch(self, data: st.DataObject) -> None:
+        thing = self.some(data)
+        self.space.touch(thing)
+        if thing in self.order:
+            self.order.move_to_end(thing)
+
+    @precondition(lambda self: self.residents)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        self.forget(self.some(data))
+
+    def forget(self, thing: Thing) -> None:
+        self.space.remove(thing)
+        self.residents.remove(thing)
+        self.order.pop(thing, None)
+
+    @rule(length=st.sampled_from(lengths), odd_ones=st.booleans())
+    def make_room(self, length: int, odd_ones: bool) -> None:
+        spared = set(self.residents[::3]) if odd_ones else set()
+        victims = self.space.victims(length, lambda thing: thing not in spared)
+        assert all(v in self.order and v not in spared for v in victims)
+        stride = self.space.stride(length)
+        own = [t for t in self.order if t.slot_class.stride == stride and t not in spared]
+        assert victims or not own
+        if len(victims) == 1 and victims[0].slot_class.stride == stride:
+            assert victims == own[:1]
+        for victim in victims:
+            self.forget(victim)
+        if victims:
+            thing = Thing()
+            assert self.space.place(thing, length)
+            self.residents.append(thing)
+
+    @invariant()
+    def adds_up(self) -> None:
+        self.space.check_integrity()
+        assert set(self.space.residents()) == set(self.residents)
+        assert self.space.payload_bytes == sum(t.length for t in self.residents)
+        by_size: dict[int, list[Thing]] = {}
+        for thing in self.order:
+            by_size.setdefault(thing.slot_class.stride, []).append(thing)
+        found: dict[int, list[Thing]] = {}
+        for thing in self.space.coldest_first():
+            found.setdefault(thing.slot_class.stride, []).append(thing)
+        assert found == by_size
+
+
+Space.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestSpace = Space.TestCase
+
+
+# -- places that are restored ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_restored_places_are_the_same_and_the_rest_is_free(seed: int) -> None:
+    random = Random(seed)
+    before = SegmentSpace[Thing](64 * MIB)
+    things = [t for length in SIZES for t in fill(before, length, before.slots_for(length) // 5)]
+    random.shuffle(things)
+    for thing in things[::2]:
+        before.remove(thing)
+    places = [(t.length, before.offset(t)) for t in before.residents()]
+    random.shuffle(places)
+    after, restored = SegmentSpace[Thing](64 * MIB), [Thing() for _ in places]
+    for thing, (length, offset) in zip(restored, places, strict=True):
+        assert after.place_at(thing, length, offset)
+    after.finish_placing()
+    after.check_integrity()
+    assert [(t.length, after.offset(t)) for t in restored] == places
+    assert after.used_bytes == before.used_bytes
+    for length in SIZES:
+        assert len(fill(before, length)) == len(fill(after, length))
+    after.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("length", "offset"),
+    [
+        (PAGE, 0),  # taken
+        (2 * PAGE, 0),  # another stride than its segment's
+        (PAGE, 100),  # between two slots
+        (3 * PAGE, 4 * MIB + 2 * PAGE),
+        (PAGE, 8 * MIB),  # behind the end
+        (PAGE, 1 << 62),
+        (4 * MIB, 4 * MIB + PAGE),  # over the end of its segment
+    ],
+)
+def test_a_place_that_cannot_be_is_refused(length: int, offset: int) -> None:
+    space = SegmentSpace[Thing](8 * MIB)
+    assert space.place_at(Thing(), PAGE, 0)
+    assert not space.place_at(Thing(), length, offset)
+    space.finish_placing()
+    space.check_integrity()

@@ -1,0 +1,179 @@
+"""Resets and pins: what they end, what they spare, what they give back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ebbtide.testing import RecordingSink, SimStore
+from ebbtide.testing.conformance import key_of
+from ebbtide.tiers.bounds import Bounds
+from ebbtide.tiers.reasons import Miss, Place
+from ebbtide.tiers.runtime import VERIFY
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+PAGE = 4096
+ONE, TWO = b"engine-1", b"engine-2"
+
+
+@pytest.fixture
+def sim() -> Iterator[SimStore]:
+    """16 slots of memory and no disk."""
+    with SimStore(7, 16 * PAGE) as store:
+        yield store
+
+
+@pytest.fixture
+def tiered(tmp_path: Path) -> Iterator[SimStore]:
+    """16 slots of memory over 64 of disk; nothing is written by itself."""
+    bounds = Bounds.for_capacity(16 * PAGE, write_after_s=3600.0)
+    bounds = replace(bounds, dirty_max_bytes=16 * PAGE)
+    with SimStore(
+        7, 16 * PAGE, disk_path=str(tmp_path / "d"), slab_bytes=64 * PAGE, bounds=bounds
+    ) as store:
+        yield store
+
+
+def keys_of(*numbers: int) -> list[bytes]:
+    return [key_of(number) for number in numbers]
+
+
+# -- reset ----------------------------------------------------------------------------------------
+
+
+def reset(sim: SimStore, *spaces: Any) -> list[bool]:
+    answers: list[bool] = []
+    for space in spaces or (None,):
+        sim.store.reset(space, answers.append)
+    return answers
+
+
+def test_a_reset_with_work_in_flight_publishes_none_of_it(tiered: SimStore) -> None:
+    space = tiered.namespace()
+    tiered.put(space, keys_of(1, 2), PAGE)
+    held, _ = tiered.store.reserve(ONE, space, keys_of(3, 4), PAGE)
+    tiered.runtime.hold(VERIFY)
+    replies: list[bytes] = []
+    tiered.store.commit(ONE, [held[0].sequence], replies.append)
+    sink = RecordingSink(2)
+    tiered.store.load(ONE, space, keys_of(1, 2), sink)
+    answers = reset(tiered, space)
+    tiered.runtime.let_go(VERIFY)
+    tiered.runtime.run_until(lambda: bool(answers and replies and sink.is_over))
+    assert answers == [True]
+    assert replies == [bytes([Miss.RESET])]
+    assert sink.failures == {0: Miss.RESET, 1: Miss.RESET}
+    tiered.store.commit(ONE, [held[1].sequence], replies.append)
+    tiered.runtime.run_until(lambda: len(replies) == 2)
+    assert replies[1] == bytes([Miss.RESET])
+    assert tiered.store.lookup(space, keys_of(1, 2, 3, 4))[:2] == bytes([Miss.RESET] * 2)
+    assert tiered.store.memory.space.used_bytes == 0
+    tiered.store.check_integrity()
+
+
+def test_a_reset_ends_a_load_that_waits_and_spares_what_was_granted(tiered: SimStore) -> None:
+    space = tiered.namespace()
+    tiered.put(space, keys_of(*range(8)), PAGE)
+    sink = RecordingSink(8)
+    load = tiered.store.load(ONE, space, keys_of(*range(8)), sink)
+    tiered.runtime.settle()
+    assert len(sink.granted) == 4  # a quarter of the arena is the window
+    answers = reset(tiered, space)
+    tiered.runtime.run_until(lambda: bool(answers))
+    content = tiered.content(space, key_of(0), PAGE)
+    assert tiered.store.arena.view(sink.granted[0].offset, PAGE) == content
+    for batch in list(sink.open_batches):
+        sink.acked(batch)
+        load.ack(batch)
+    assert sink.is_over
+    assert set(sink.failures.values()) == {Miss.RESET}
+    assert tiered.store.memory.space.used_bytes == 0
+
+
+def test_slots_that_a_reset_leaves_with_their_writers_stay_counted(sim: SimStore) -> None:
+    """Else stores could take every slot, and a load could wait for a writer that never answers."""
+    space = sim.namespace()
+    first, _ = sim.store.reserve(ONE, space, keys_of(*range(15)), PAGE)
+    assert len(first) == 15
+    reset(sim, space)
+    assert sim.store.memory.reserved_bytes == 15 * PAGE
+    assert sim.store.reserve(TWO, space, keys_of(1), PAGE) == ([], Miss.BUSY)
+    assert sim.store.abort(ONE, [grant.sequence for grant in first]) == bytes(15)
+    assert sim.store.memory.reserved_bytes == 0
+    sim.store.check_integrity()
+
+
+def test_a_reset_of_all_resets_all_and_epochs_are_never_used_again(sim: SimStore) -> None:
+    spaces = [sim.namespace(name) for name in ("a", "b", "c")]
+    for space in spaces:
+        sim.put(space, keys_of(1), PAGE)
+    seen = {space.epoch for space in spaces}
+    for _ in range(3):
+        answers = reset(sim)
+        sim.runtime.settle()
+        assert answers == [True]
+        now = {space.epoch for space in spaces}
+        assert not now & seen
+        seen |= now
+    assert [sim.get(space, keys_of(1)) for space in spaces] == [[Miss.NEVER_SEEN]] * 3
+    for space in spaces:
+        sim.put(space, keys_of(1), PAGE)
+        assert sim.get(space, keys_of(1)) == [sim.content(space, key_of(1), PAGE)]
+
+
+def test_a_reset_of_a_store_without_namespaces_is_answered(sim: SimStore) -> None:
+    assert reset(sim) == [True]
+
+
+# -- pins -----------------------------------------------------------------------------------------
+
+
+def test_a_pinned_record_stays_until_every_pin_is_given_back(sim: SimStore) -> None:
+    space = sim.namespace()
+    sim.put(space, keys_of(1, 2), PAGE)
+    assert sim.store.pin(space, keys_of(1, 99)) == 1
+    assert sim.store.pin(space, keys_of(1)) == 1
+    for number in range(100, 140):
+        sim.put(space, keys_of(number), PAGE)
+    assert sim.store.lookup(space, keys_of(1, 2)) == bytes([Place.MEMORY, Miss.EVICTED])
+    assert sim.store.unpin(space, keys_of(1, 2)) == 1
+    assert sim.store.memory.pinned_bytes == PAGE
+    assert sim.store.unpin(space, keys_of(1, 1)) == 1
+    assert sim.store.memory.pinned_bytes == 0
+
+
+def test_pins_never_hold_more_than_their_bound(sim: SimStore) -> None:
+    space = sim.namespace()
+    sim.put(space, keys_of(*range(16)), PAGE)
+    assert sim.store.pin(space, keys_of(*range(16))) == 8
+    assert sim.store.memory.pinned_bytes == sim.store.bounds.pinned_max_bytes == 8 * PAGE
+
+
+def test_a_reset_gives_all_pins_back(sim: SimStore) -> None:
+    space = sim.namespace()
+    sim.put(space, keys_of(1), PAGE)
+    for _ in range(3):
+        sim.store.pin(space, keys_of(1))
+    reset(sim, space)
+    assert sim.store.memory.pinned_bytes == 0
+    assert sim.store.memory.space.used_bytes == 0
+    assert sim.store.unpin(space, keys_of(1)) == 0
+
+
+def test_a_pinned_record_that_turns_out_corrupt_does_not_keep_its_slot(sim: SimStore) -> None:
+    space = sim.namespace()
+    sim.put(space, keys_of(1), PAGE)
+    sim.store.pin(space, keys_of(1))
+    sim.store.pin(space, keys_of(1))
+    record = sim.store.memory.find(space.epoch, key_of(1))
+    assert record is not None
+    sim.store.view(record, PAGE)[0] ^= 1
+    assert sim.get(space, keys_of(1)) == [Miss.CORRUPT]
+    assert sim.store.memory.pinned_bytes == 0
+    sim.put(space, keys_of(*range(8)), PAGE)
+    assert sim.store.pin(space, keys_of(*range(8))) == 8  # none of the bound is lost

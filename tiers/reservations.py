@@ -1,0 +1,134 @@
+"""Slots that engines are writing: reserved by a scheduler half, committed or aborted by a worker
+half.
+
+A slot belongs to its engine until it says "whole" or "given up", or until all its processes
+are gone: a stopped worker may still write, so no timer and no lost connection frees one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from ebbtide.tiers.digest import record_digest
+from ebbtide.tiers.memory import State
+from ebbtide.tiers.reasons import Miss
+from ebbtide.tiers.runtime import VERIFY
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ebbtide.tiers.memory import MemoryRecord
+    from ebbtide.tiers.namespace import Namespace
+    from ebbtide.tiers.store import Store
+
+
+class Grant(NamedTuple):
+    """A slot to write, or `sequence` 0: the key is held or being put, there is nothing to do."""
+
+    offset: int
+    sequence: int
+
+
+NOTHING_TO_DO = Grant(0, 0)
+
+
+class Reservations:
+    """The store's part for records that are not whole yet. Control thread only."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._records: dict[int, MemoryRecord] = {}  # by sequence
+        self._holdings: dict[bytes, set[int]] = {}  # engine -> sequences that it may still write
+
+    def reserve(
+        self, engine: bytes, namespace: Namespace, keys: Sequence[bytes], length: int
+    ) -> tuple[list[Grant], Miss | None]:
+        """See `Store.reserve`."""
+        store = self._store
+        stride = store.memory.space.stride(length)
+        reserved_max = self._reserved_bytes_max(stride)
+        on_disk = store.disk_index(namespace)
+        grants: list[Grant] = []
+        for key in keys:
+            if store.memory.find(namespace.epoch, key) is not None or key in on_disk:
+                grants.append(NOTHING_TO_DO)
+                continue
+            record = None
+            if store.memory.reserved_bytes + stride <= reserved_max:
+                record = store.place(namespace, key, length, State.RESERVED)
+            if record is None:
+                store.counts["reserve_busy"] += 1
+                if store.mover is not None:
+                    store.mover.press()
+                return grants, Miss.BUSY
+            self._records[record.sequence] = record
+            self._holdings.setdefault(engine, set()).add(record.sequence)
+            grants.append(Grant(store.memory.space.offset(record), record.sequence))
+        return grants, None
+
+    def commit(
+        self, engine: bytes, sequences: Sequence[int], reply: Callable[[bytes], None]
+    ) -> None:
+        """See `Store.commit`."""
+        store = self._store
+        records = [self._take_back(engine, sequence) for sequence in sequences]
+        mine = [record for record in records if record is not None]
+        digests: dict[int, bytes] = {}
+
+        def take(record: MemoryRecord) -> None:
+            slot = store.view(record, record.slot_class.stride)
+            slot[record.length :] = bytes(record.slot_class.stride - record.length)
+            digests[record.sequence] = record_digest(slot[: record.length], record.seed)
+
+        def taken(outcomes: list[BaseException | None]) -> None:
+            codes = [self._publish(record, digests) for record in records]
+            if store.mover is not None:
+                store.mover.run()
+            store.slots_freed()
+            reply(bytes(codes))
+
+        store.runtime.start(VERIFY, take, mine, taken)
+
+    def abort(self, engine: bytes, sequences: Sequence[int]) -> bytes:
+        """See `Store.abort`."""
+        codes = bytearray()
+        for sequence in sequences:
+            record = self._take_back(engine, sequence)
+            codes.append(Miss.UNKNOWN if record is None else 0)
+            if record is not None:
+                self._drop(record)
+        return bytes(codes)
+
+    def engine_gone(self, engine: bytes) -> int:
+        """Nobody can write its slots any more. Returns how many were freed."""
+        sequences = self._holdings.pop(engine, set())
+        for sequence in sequences:
+            self._drop(self._records.pop(sequence))
+        return len(sequences)
+
+    def _reserved_bytes_max(self, stride: int) -> int:
+        """Stores leave at least one slot, and `load_reserve_bytes`, to loads."""
+        kept = max(stride, self._store.bounds.load_reserve_bytes)
+        return self._store.memory.space.capacity_bytes - kept
+
+    def _take_back(self, engine: bytes, sequence: int) -> MemoryRecord | None:
+        holdings = self._holdings.get(engine)
+        if holdings is None or sequence not in holdings:
+            return None
+        holdings.discard(sequence)
+        return self._records.pop(sequence)
+
+    def _drop(self, record: MemoryRecord) -> None:
+        if not record.doomed:
+            self._store.memory.discard(record)
+        self._store.memory.unpin(record)
+
+    def _publish(self, record: MemoryRecord | None, digests: dict[int, bytes]) -> int:
+        if record is None:
+            return Miss.UNKNOWN
+        if record.doomed or record.sequence not in digests:
+            reason = Miss.RESET if record.doomed else Miss.IO_ERROR
+            self._drop(record)
+            return reason
+        self._store.published(record, digests[record.sequence])
+        return 0
