@@ -7,7 +7,7 @@ STAMP := .venv/.made
 # Never put the working directory on sys.path: ./kernels would shadow another project's package.
 export PYTHONSAFEPATH = 1
 
-.PHONY: help dev demo test check bench
+.PHONY: help dev demo test check bench torture
 
 help:
 	@echo 'make dev    make .venv with the tested versions of everything'
@@ -15,6 +15,7 @@ help:
 	@echo 'make test   run all tests'
 	@echo 'make check  lint, format, types, import rules'
 	@echo 'make bench  measure offloading'
+	@echo 'make torture  the long forms: 50 kills of a store, a worker stopped for 10 s, 500 simulated worlds'
 
 dev: $(STAMP)
 
@@ -41,3 +42,8 @@ check: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/ebbtide bench offload
+
+torture: $(STAMP)
+	EBBTIDE_TEST_KILLS=50 $(BIN)/pytest -s tests/live/test_engine_store_lost.py
+	EBBTIDE_TEST_STOPPED_S=10 EBBTIDE_TEST_RESTARTS=20 $(BIN)/pytest tests/live/test_process_engines.py tests/live/test_process_start.py
+	EBBTIDE_TEST_SIM_SEEDS=500 $(BIN)/pytest tests/sim

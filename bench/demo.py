@@ -15,12 +15,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ebbtide.bench.conversations import Shape
+from ebbtide.bench.conversations import QUESTIONS, Shape
 from ebbtide.bench.phase import PhaseResult, PhaseSpec, Round, RoundResult, run_phase
 from ebbtide.bench.report import PhaseReport, render, summarise
-from ebbtide.errors import EbbtideError
+from ebbtide.config import check_fits, load_config
+from ebbtide.errors import ConfigError
 from ebbtide.machine import describe_machine
-from ebbtide.sizes import exact_size, parse_size
+from ebbtide.sizes import exact_size
 
 if TYPE_CHECKING:
     import argparse
@@ -41,6 +42,8 @@ RECORD_BYTES = {"demo": 256 << 10, "tiny": 8 << 10}
 DEVICE_SHARE = 3.2  # the working set is this many times the device pool
 MEMORY_SHARE = 1.55  # and this many times the memory tier
 DISK_SHARE = 2.5  # of the working set
+TURNS_MAX = len(QUESTIONS)
+COUNT_MAX = 10_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,8 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run all phases. 0 when every answer is identical and every tier was exercised, else 1."""
-    if min(args.users, args.turns, args.document_tokens, args.answer_tokens) < 1 or args.turns > 4:
-        raise EbbtideError("The demo needs at least one of everything, and at most four turns")
+    _check(args)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ebbtide-demo-") as scratch:
         demo = Demo(args, Path(scratch))
@@ -83,6 +85,14 @@ def run(args: argparse.Namespace) -> int:
     return 0 if summary["valid"] else 1
 
 
+def _check(args: argparse.Namespace) -> None:
+    for name in ("users", "turns", "document_tokens", "answer_tokens"):
+        value, most = getattr(args, name), TURNS_MAX if name == "turns" else COUNT_MAX
+        if not 1 <= value <= most:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} is {value}", next_step=f"Choose 1 to {most:,}")
+
+
 class Demo:
     """The plan of the phases, and what they gave."""
 
@@ -99,12 +109,12 @@ class Demo:
         disk = args.disk or exact_size(
             max(int(self.working_blocks * DISK_SHARE) * self.record_bytes, 64 << 20)
         )
-        parse_size(disk)
         self.settings: dict[str, Any] = {
             "socket": str(scratch / "store.sock"),
             "memory": {"capacity": exact_size(memory_blocks * self.record_bytes)},
             "disk": {"path": str(Path(args.dir or scratch / "tier").absolute()), "capacity": disk},
         }
+        check_fits(load_config(self.settings, environ={}).config)
         self.seed = args.seed
         self.matmul_flops_per_s = 0.0
         self.prefill_flops: dict[str, int] = {}

@@ -7,6 +7,7 @@ tier's directory carries over.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from ebbtide.connectors.reference.sequence import RequestOutput
 
 STORE_EXIT_TIMEOUT_S = 60.0
+WARM_UP_TOKENS = 600
 
 
 class Round(msgspec.Struct, frozen=True):
@@ -84,9 +86,12 @@ class PhaseResult(msgspec.Struct, frozen=True):
 def run_phase(spec: PhaseSpec, *, timeout_s: float = 600.0) -> PhaseResult:
     """Run a phase in a new process. Raises EbbtideError with its last words when it fails."""
     command = [sys.executable, "-P", "-m", "ebbtide.bench.phase"]
+    # Spinning threads of the tensor library would fight the store's process for the cores.
+    environ = {"OMP_WAIT_POLICY": "passive", **os.environ}
     done = subprocess.run(
         command,
         input=msgspec.json.encode(spec),
+        env=environ,
         capture_output=True,
         timeout=timeout_s,
         check=False,
@@ -94,7 +99,7 @@ def run_phase(spec: PhaseSpec, *, timeout_s: float = 600.0) -> PhaseResult:
     if done.returncode:
         words = done.stderr.decode("utf-8", "replace").strip().splitlines()
         raise EbbtideError(
-            "A phase process failed", exit_code=done.returncode, said=" | ".join(words[-5:])
+            "A phase process failed", exit_code=done.returncode, said=words[-1] if words else ""
         )
     return msgspec.json.decode(done.stdout, type=PhaseResult)
 
@@ -129,7 +134,9 @@ class _Runner:
 
     def warm_up(self) -> None:
         """Let the tensor library start threads and choose kernels before anything is timed."""
-        self.engine.generate([[1] * 600], 2)
+        room = (self.spec.device_blocks - 2) * self.engine.kv.block_size
+        self.engine.generate([[1] * min(WARM_UP_TOKENS, room)], 2)
+        self.engine.drain()  # its blocks ebb as well: not in the first round's time
         self.engine.reset_prefix_cache()
 
     def run(self, round_: Round) -> RoundResult:

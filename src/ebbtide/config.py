@@ -63,6 +63,7 @@ PREFIX = "EBBTIDE_"
 RESERVED = frozenset(
     PREFIX + name for name in ("CONFIG", "LOG", "GOLDEN", "TRACES", "ORACLE_TRACES")
 )
+TEST_PREFIX = PREFIX + "TEST_"  # how long a test runs: never a setting
 # Old spelling -> present spelling, both as paths. An old one still works, with one warning.
 RENAMED: dict[str, str] = {}
 
@@ -171,7 +172,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, _Given]:
     paths = {variable_name(path): path for path in (*FIELDS, *RENAMED)}
     found: dict[str, _Given] = {}
     for name in sorted(environ):
-        if not name.startswith(PREFIX) or name in RESERVED:
+        if not name.startswith(PREFIX) or name in RESERVED or name.startswith(TEST_PREFIX):
             continue
         origin = Origin(Door.ENVIRONMENT, name)
         if name not in paths:

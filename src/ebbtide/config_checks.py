@@ -17,7 +17,7 @@ from ebbtide.config_schema import (
 )
 from ebbtide.errors import ConfigError
 from ebbtide.machine import available_memory_bytes, free_disk_bytes, used_disk_bytes
-from ebbtide.sizes import format_size, round_up
+from ebbtide.sizes import exact_size, format_size, round_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,10 +42,18 @@ def _refuse_above(name: str, value: int, bound_name: str, bound: int) -> None:
         )
 
 
+def _refuse_below(least: int, name: str, value: int) -> None:
+    if value < least:
+        raise ConfigError(
+            f"{name} is {exact_size(value)}, and the least that works is {exact_size(least)}",
+            next_step=f"Raise {name}",
+        )
+
+
 def check_consistent(config: Config) -> None:
     """Raise `ConfigError` when values contradict each other or a path cannot be used anywhere."""
     memory, disk = config.memory, config.disk
-    _refuse_above("the minimum", MEMORY_CAPACITY_MIN, "memory.capacity", memory.capacity_bytes)
+    _refuse_below(MEMORY_CAPACITY_MIN, "memory.capacity", memory.capacity_bytes)
     _refuse_above(
         "memory.load_window", memory.load_window_bytes, "memory.capacity", memory.capacity_bytes
     )
@@ -59,7 +67,7 @@ def check_consistent(config: Config) -> None:
             )
     if disk is not None:
         _check_absolute(disk.path, "disk.path")
-        _refuse_above("the minimum", DISK_CAPACITY_MIN, "disk.capacity", disk.capacity_bytes)
+        _refuse_below(DISK_CAPACITY_MIN, "disk.capacity", disk.capacity_bytes)
         _refuse_above(
             "disk.dirty_max", disk.dirty_max_bytes, "memory.capacity", memory.capacity_bytes
         )

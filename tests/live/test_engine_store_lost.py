@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.live
 
-KILLS = int(os.environ.get("EBBTIDE_KILLS", "8"))
+KILLS = int(os.environ.get("EBBTIDE_TEST_KILLS", "8"))
 HOOK_S_MAX = 0.05
 STOPPED_S = 2.0
 CROWDED_BLOCK = 32
@@ -60,12 +60,6 @@ _log = logging.getLogger("tests.live")
 def single() -> Iterator[None]:
     with one_thread():
         yield
-
-
-@pytest.fixture(autouse=True)
-def no_unknown_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store refuses to start with a variable of ours that it does not know."""
-    monkeypatch.delenv("EBBTIDE_KILLS", raising=False)
 
 
 @pytest.fixture(scope="module")

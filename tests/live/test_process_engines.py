@@ -20,7 +20,7 @@ pytestmark = pytest.mark.live
 
 RECORD_BYTES = 128 << 10
 # How long a worker stays stopped in the middle of a store.
-STOPPED_S = float(os.environ.get("LIVE_STOPPED_S", "2"))
+STOPPED_S = float(os.environ.get("EBBTIDE_TEST_STOPPED_S", "2"))
 
 
 def _memory(client: SocketClient) -> dict[str, int]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.live
 
-RESTARTS = int(os.environ.get("LIVE_RESTARTS", "20"))
+RESTARTS = int(os.environ.get("EBBTIDE_TEST_RESTARTS", "20"))
 
 
 def _held(house: House) -> int:

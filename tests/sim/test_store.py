@@ -1,7 +1,7 @@
 """The whole store in a seeded world, against a model. A failing seed reproduces its run.
 
-`EBBTIDE_SIM_SEED=17` runs one seed, `EBBTIDE_SIM_SEEDS=2000` that many, `EBBTIDE_SIM_STEPS` sets
-how many actions each has.
+`EBBTIDE_TEST_SIM_SEED=17` runs one seed, `EBBTIDE_TEST_SIM_SEEDS=2000` that many,
+`EBBTIDE_TEST_SIM_STEPS` sets how many actions each has.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ CHECK_EVERY = 5
 
 def seeds(count: int) -> list[int]:
     """The seeds of this run: one by name, or the first so many."""
-    one = os.environ.get("EBBTIDE_SIM_SEED")
-    return [int(one)] if one else list(range(int(os.environ.get("EBBTIDE_SIM_SEEDS", count))))
+    one = os.environ.get("EBBTIDE_TEST_SIM_SEED")
+    return [int(one)] if one else list(range(int(os.environ.get("EBBTIDE_TEST_SIM_SEEDS", count))))
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def run(world: World, steps: int) -> World:
 @pytest.mark.usefixtures("small_segments")
 @pytest.mark.parametrize("seed", seeds(SEEDS))
 def test_a_store_serves_right_bytes_or_a_reason_whatever_happens(seed: int, directory: str) -> None:
-    steps = int(os.environ.get("EBBTIDE_SIM_STEPS", STEPS))
+    steps = int(os.environ.get("EBBTIDE_TEST_SIM_STEPS", STEPS))
     run(World(seed, directory), steps)
 
 
@@ -95,4 +95,4 @@ def test_p45_four_slots_never_deadlock(seed: int, directory: str) -> None:
         device_faults=False,
         bounds=replace(bounds, pinned_max_bytes=4096),
     )
-    run(World(seed, directory, plan), int(os.environ.get("EBBTIDE_SIM_STEPS", STEPS)))
+    run(World(seed, directory, plan), int(os.environ.get("EBBTIDE_TEST_SIM_STEPS", STEPS)))

@@ -294,8 +294,8 @@ def test_p86_a_disk_smaller_than_memory_is_allowed_with_a_warning(
         ({"socket": ""} | MEMORY, "socket is not an absolute path"),
         ({"socket": "/" + "s" * 107} | MEMORY, "108 bytes, and Linux allows 107"),
         (MEMORY | {"disk": {"path": "~/c", "capacity": "1GiB"}}, "disk.path is not an absolute"),
-        ({"memory": {"capacity": "16383B"}}, "the minimum is 16KiB, more than memory.capacity"),
-        (MEMORY | {"disk": {"path": "/c", "capacity": "1MiB"}}, "the minimum is 16MiB"),
+        ({"memory": {"capacity": "16383B"}}, "memory.capacity is 16383B, and the least that works"),
+        (MEMORY | {"disk": {"path": "/c", "capacity": "1MiB"}}, "the least that works is 16MiB"),
     ],
 )
 def test_other_mistakes_are_named(extra: dict[str, object] | str, problem: str) -> None:
@@ -313,3 +313,8 @@ def test_a_file_that_is_not_toml_is_named(tmp_path: Path, content: bytes) -> Non
     line = refusal(file=file)
     assert "is not TOML" in line
     assert str(file) in line
+
+
+def test_a_variable_that_sizes_a_test_is_no_setting() -> None:
+    environ = {"EBBTIDE_MEMORY__CAPACITY": "1GiB", "EBBTIDE_TEST_KILLS": "50"}
+    assert load_config(environ=environ).config.memory.capacity_bytes == 1 << 30
