@@ -42,7 +42,7 @@ class Shape:
 
     users: int = 6
     turns: int = 3
-    document_tokens: int = 2_100
+    document_tokens: int = 1_950
     answer_tokens: int = 16
     group: int = 3  # users who talk during the same time
 

@@ -48,7 +48,7 @@ class PhaseSpec(msgspec.Struct, frozen=True):
     seed: int = 0
     threads: int = 0  # of the tensor library; 0 = its own choice
     max_batched_tokens: int = 512
-    measure_rate: bool = False
+    measure_rate: bool = False  # before the first turn of each user
 
 
 class Served(msgspec.Struct, frozen=True):
@@ -60,6 +60,8 @@ class Served(msgspec.Struct, frozen=True):
     sources: dict[str, int]  # prompt tokens by tier, and computed
     token_ids: list[int]
     misses: dict[str, int]  # blocks by reason
+    prefill_flops: int = 0  # of the whole prompt
+    matmul_flops_per_s: float = 0.0  # of this machine just before it; 0 = not measured
 
 
 class RoundResult(msgspec.Struct, frozen=True):
@@ -79,8 +81,6 @@ class PhaseResult(msgspec.Struct, frozen=True):
 
     rounds: list[RoundResult]
     faults: int = 0
-    matmul_flops_per_s: float = 0.0
-    prefill_flops: dict[str, int] = {}  # by request name, for the whole prompt
 
 
 def run_phase(spec: PhaseSpec, *, timeout_s: float = 600.0) -> PhaseResult:
@@ -161,13 +161,31 @@ class _Runner:
 
     def _wave(self, turns: list[Turn], round_name: str) -> list[Served]:
         names = {f"{round_name}/{turn.name}": turn for turn in turns}
+        from ebbtide.connectors.reference.rate import measure_matmul_rate
+
+        first = self.spec.measure_rate and any(turn.turn == 0 for turn in turns)
+        rate = measure_matmul_rate() if first else 0.0
         for name, turn in names.items():
             prompt = self.conversations.prompt(turn)
             self.engine.add_request(name, prompt, self.spec.shape.answer_tokens)
         outputs = {output.request_id: output for output in self.engine.run()}
         for name, turn in names.items():
             self.conversations.answers[turn.name] = list(outputs[name].token_ids)
-        return [_served(turn.name, outputs[name]) for name, turn in names.items()]
+        return [self._served(turn.name, outputs[name], rate) for name, turn in names.items()]
+
+    def _served(self, name: str, output: RequestOutput, rate: float) -> Served:
+        from ebbtide.connectors.reference.rate import matmul_flops
+
+        return Served(
+            name=name,
+            prompt_tokens=output.prompt_tokens,
+            ttft_s=output.ttft_s,
+            sources=asdict(output.sources),
+            token_ids=list(output.token_ids),
+            misses=dict(output.misses or {}),
+            prefill_flops=matmul_flops(self.config, output.prompt_tokens),
+            matmul_flops_per_s=rate,
+        )
 
     def _moved(self) -> dict[str, int]:
         """Bytes by edge since the phase began."""
@@ -210,38 +228,16 @@ class _Runner:
         return halves.scheduler.faults.count + halves.worker.faults.count if halves else 0
 
 
-def _served(name: str, output: RequestOutput) -> Served:
-    return Served(
-        name=name,
-        prompt_tokens=output.prompt_tokens,
-        ttft_s=output.ttft_s,
-        sources=asdict(output.sources),
-        token_ids=list(output.token_ids),
-        misses=dict(output.misses or {}),
-    )
-
-
 def main() -> int:
     """The phase process."""
-    from ebbtide.connectors.reference.rate import matmul_flops, measure_matmul_rate
-
     spec = msgspec.json.decode(sys.stdin.buffer.read(), type=PhaseSpec)
     runner = _Runner(spec)
     try:
         runner.warm_up()
-        rate = measure_matmul_rate() if spec.measure_rate else 0.0
         rounds = [runner.run(round_) for round_ in spec.rounds]
-        if spec.measure_rate:
-            rate = max(rate, measure_matmul_rate())
     finally:
         faults = runner.close()
-    flops = {
-        served.name: matmul_flops(runner.config, served.prompt_tokens)
-        for round_result in rounds
-        for served in round_result.served
-    }
-    result = PhaseResult(rounds, faults, rate, flops if spec.measure_rate else {})
-    sys.stdout.buffer.write(msgspec.json.encode(result))
+    sys.stdout.buffer.write(msgspec.json.encode(PhaseResult(rounds, faults)))
     return 0
 
 

@@ -56,13 +56,7 @@ class PhaseReport:
         }
 
 
-def summarise(
-    phases: list[PhaseReport],
-    *,
-    matmul_flops_per_s: float,
-    prefill_flops: dict[str, int],
-    faults: int,
-) -> dict[str, Any]:
+def summarise(phases: list[PhaseReport], *, faults: int) -> dict[str, Any]:
     """Everything that `--json` prints, and the verdict `valid` with its reasons."""
     reasons = [f"{p.different} answers of phase {p.name} differ" for p in phases if p.different]
     reasons += [f"tokens of phase {p.name} do not add up" for p in phases if not p.adds_up]
@@ -78,25 +72,22 @@ def summarise(
         "identical": all(phase.different == 0 for phase in phases),
         "tokens_by_tier": totals,
         "restart_disk_share": round(restart.sources["disk"] / restart.prompt_tokens, 4),
-        "ttft": _ttft_by_source(phases, matmul_flops_per_s, prefill_flops),
+        "ttft": _ttft_by_source(phases),
         "phases": [phase.as_json() for phase in phases],
     }
 
 
-def _ttft_by_source(
-    phases: list[PhaseReport], matmul_flops_per_s: float, prefill_flops: dict[str, int]
-) -> dict[str, Any]:
+def _ttft_by_source(phases: list[PhaseReport]) -> dict[str, Any]:
     """Time to first token of long prompts: recomputed, mainly from memory, mainly from disk."""
     computed = [s for s in phases[0].result.served if s.prompt_tokens >= LONG_PROMPT_TOKENS]
     if not computed:
         return {"note": f"no prompt of {LONG_PROMPT_TOKENS} tokens"}
     recompute = median(s.ttft_s for s in computed)
-    rates = [prefill_flops[s.name] / s.ttft_s for s in computed if s.name in prefill_flops]
-    found: dict[str, Any] = {
-        "recompute_p50_ms": round(recompute * 1e3, 2),
-        "matmul_gflops": round(matmul_flops_per_s / 1e9, 1),
-        "recompute_matmul_share": round(median(rates) / matmul_flops_per_s, 3) if rates else 0.0,
-    }
+    found: dict[str, Any] = {"recompute_p50_ms": round(recompute * 1e3, 2)}
+    rated = [s for s in computed if s.matmul_flops_per_s]
+    if rated:
+        found["matmul_gflops"] = round(median(s.matmul_flops_per_s for s in rated) / 1e9, 1)
+        found["recompute_matmul_share"] = round(median(map(_matmul_share, rated)), 3)
     for tier in ("memory", "disk"):
         times = [s.ttft_s for p in phases[1:] for s in p.result.served if _mainly(s, tier)]
         if times:
@@ -105,6 +96,11 @@ def _ttft_by_source(
             found[f"{tier}_requests"] = len(times)
             found[f"{tier}_to_recompute"] = round(median(times) / recompute, 4)
     return found
+
+
+def _matmul_share(served: Served) -> float:
+    """How much of the rate measured just before it the prefill reached."""
+    return served.prefill_flops / served.ttft_s / served.matmul_flops_per_s
 
 
 def _mainly(served: Served, tier: str) -> bool:
@@ -172,7 +168,7 @@ def _conclusion(phases: list[PhaseReport], summary: dict[str, Any]) -> list[str]
         lines.append(
             f"first token of prompts of {LONG_PROMPT_TOKENS:,} tokens and more: "
             f"recomputed {ttft['recompute_p50_ms']:,.0f} ms "
-            f"(at {ttft['recompute_matmul_share']:.0%} of the matmul rate), "
+            f"(at {ttft.get('recompute_matmul_share', 0.0):.0%} of the matmul rate), "
             f"from memory {ttft.get('memory_p50_ms', float('nan')):,.0f} ms, "
             f"from disk {ttft.get('disk_p50_ms', float('nan')):,.0f} ms"
         )

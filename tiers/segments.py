@@ -23,7 +23,7 @@ ALIGNMENT_BYTES = 4096
 SEGMENT_BYTES_MAX = 64 << 20
 SEGMENT_BYTES_MIN = 4 << 20
 SEGMENTS_WANTED = 16  # a small medium is cut into about this many segments
-SCAN_MAX = 32  # how far an eviction looks past records that cannot go right now
+SCAN_MAX = 256  # how far an eviction looks past records that cannot go right now
 
 
 class Resident:

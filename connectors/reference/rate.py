@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,19 +31,25 @@ def matmul_flops(
 
 
 def measure_matmul_rate(
-    *, size: int = 2048, repeats: int = 5, device: str = "cpu", dtype: torch.dtype = torch.float32
+    *,
+    size: int = 2048,
+    seconds: float = 0.3,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
 ) -> float:
-    """Operations per second of a large square matrix product here and now: the best of `repeats`.
+    """Operations per second of a large square matrix product, here and now.
 
-    Takes about 0.1 s a repeat at the default size on two CPU cores.
+    The median of as many products as fit into `seconds`, at least three: what the machine keeps up,
+    not the luckiest product.
     """
     left, right = (torch.randn((size, size), dtype=dtype, device=device) for _ in range(2))
     out = torch.empty((size, size), dtype=dtype, device=device)
-    best = float("inf")
-    for _ in range(repeats + 1):  # the first one warms up and may count as well
+    torch.mm(left, right, out=out)  # threads and kernels are ready after the first
+    times: list[float] = []
+    while len(times) < 3 or sum(times) < seconds:
         started = time.perf_counter()
         torch.mm(left, right, out=out)
         if device != "cpu":
             torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - started)
-    return 2 * size**3 / best
+        times.append(time.perf_counter() - started)
+    return 2 * size**3 / median(times)
