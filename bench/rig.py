@@ -11,6 +11,7 @@ import re
 import shutil
 import tempfile
 import time
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ebbtide.config import check_fits, check_record_fits, load_config
@@ -125,17 +126,16 @@ class Rig:
         if disk is not None and directory is None:
             directory = self._temporary = tempfile.mkdtemp(prefix="ebbtide-replay-")
         self.runtime = ThreadRuntime()
-        try:
+        with ExitStack() as on_failure:
+            on_failure.callback(self._remove_temporary)
+            on_failure.callback(self.runtime.close)
             config = _configured(memory, disk, record_bytes, directory, verify_memory)
             check_fits(config)
             check_record_fits(config, record_bytes)
             self._opened = OpenStore(
                 config, self.runtime, disk_records_max=disk.records if disk else None
             )
-        except BaseException:
-            self.runtime.close()
-            self._remove_temporary()
-            raise
+            on_failure.pop_all()
         self.store = self._opened.store
         self.client = LocalClient(self.store, self.runtime)
         self.record_bytes = record_bytes

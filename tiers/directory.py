@@ -9,6 +9,7 @@ import shutil
 import stat
 import time
 import uuid
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 
 from ebbtide.errors import ConfigError
@@ -84,7 +85,8 @@ class Directory:
         if os.path.islink(self.index_path):
             raise ConfigError("The index is a link (links are refused)", path=self.index_path)
         self._lock_fd = _lock(os.path.join(path, "LOCK"))
-        try:
+        with ExitStack() as on_failure:
+            on_failure.callback(self.close)
             kept = self._read_format()
             self.geometry = Geometry.plan(capacity_bytes, kept)
             self.is_new = kept is None
@@ -92,9 +94,7 @@ class Directory:
                 self.forget_index()
             if kept != self.geometry:
                 self._write_format()
-        except BaseException:
-            self.close()
-            raise
+            on_failure.pop_all()
 
     @property
     def slab_path(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -52,9 +52,10 @@ class OpenDisk:
         """
         self.directory = Directory(path, capacity_bytes)
         geometry = self.directory.geometry
-        slab: Slab | None = None
-        try:
+        with ExitStack() as on_failure:
+            on_failure.callback(self.directory.close)
             slab = wrap_slab(SlabFile(self.directory.slab_path, geometry.slab_bytes))
+            on_failure.callback(slab.close)
             build = partial(
                 DiskTier,
                 runtime,
@@ -72,11 +73,7 @@ class OpenDisk:
                 _log.error("The index cannot be used (%s): the disk tier starts empty", error)
                 self.directory.forget_index()
                 self._restore(build)
-        except BaseException:
-            if slab is not None:
-                slab.close()
-            self.directory.close()
-            raise
+            on_failure.pop_all()
         self.direct = slab.direct
         if self.dropped:
             _log.warning("%d index entries were unusable and were dropped", self.dropped)
@@ -86,15 +83,14 @@ class OpenDisk:
         geometry = self.directory.geometry
         self._shrink_index(geometry)
         index = DurableIndex(self.directory.index_path, geometry.index_bytes)
-        try:
+        with ExitStack() as on_failure:
+            on_failure.callback(index.close)
             self.tier = build(index=index)
             self.was_clean = self.directory.is_new or index.was_clean()
             self.namespaces: list[StoredNamespace] = index.namespaces()
             self.dropped = self.tier.restore(self.namespaces, index)
             index.mark_clean(False)
-        except BaseException:
-            index.close()
-            raise
+            on_failure.pop_all()
 
     def _shrink_index(self, geometry: Geometry) -> None:
         """After a cut of the capacity: LMDB gives no file space back, so the index is rewritten."""
@@ -142,13 +138,12 @@ class OpenStore:
                 records_max=disk_records_max,
                 wrap_slab=wrap_slab,
             )
-        try:
-            arena = Arena.create(memory.capacity_bytes)
-        except BaseException:
+        with ExitStack() as on_failure:
             if self.open_disk is not None:
-                self.open_disk.tier.close(clean=False)
-                self.open_disk.close()
-            raise
+                on_failure.callback(self.open_disk.close)
+                on_failure.callback(self.open_disk.tier.close, clean=False)
+            arena = Arena.create(memory.capacity_bytes)
+            on_failure.pop_all()
         bounds = Bounds.for_capacity(
             memory.capacity_bytes,
             load_window_bytes=memory.load_window_bytes,

@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 import stat
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Protocol
 
 from ebbtide.errors import ConfigError
@@ -49,14 +50,13 @@ class SlabFile:
         if self._fd < 0:
             self.direct = False
             self._fd = _open(path, 0)
-        try:
+        with ExitStack() as on_failure:
+            on_failure.callback(self.close)
             _allocate(self._fd, size_bytes)
             if self.direct and not _direct_works(self._fd, size_bytes):
-                os.close(self._fd)
+                self.close()
                 self.direct, self._fd = False, _open(path, 0)
-        except BaseException:
-            os.close(self._fd)
-            raise
+            on_failure.pop_all()
 
     def write(self, offset: int, views: Sequence[memoryview]) -> None:
         wanted = sum(len(view) for view in views)
