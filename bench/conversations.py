@@ -89,6 +89,15 @@ class Conversations:
                 tokens += self.answers[Turn(turn.user, earlier).name]
         return tokens
 
+    def working_set_blocks(self, block_size: int) -> int:
+        """Distinct full blocks that the whole conversations leave behind, the shared ones once."""
+        blank = [0] * self.shape.answer_tokens
+        blanks = {turn.name: blank for turn in self.shape.order()}
+        finished = Conversations(self.shape, blanks)
+        lengths = [len(finished.prompt(turn)) + len(blank) for turn in self.shape.last_turns()]
+        shared = len(encode(SYSTEM)) // block_size
+        return sum(length // block_size - shared for length in lengths) + shared
+
     def _document(self, user: int) -> str:
         """`document_tokens` bytes of ASCII text that no other user has."""
         names = sorted(topics)

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ebbtide.bench.conversations import QUESTIONS, Shape
+from ebbtide.bench.conversations import QUESTIONS, Conversations, Shape
 from ebbtide.bench.phase import PhaseResult, PhaseSpec, Round, RoundResult, run_phase
 from ebbtide.bench.report import PhaseReport, render, summarise
 from ebbtide.config import check_fits, load_config
@@ -100,7 +100,7 @@ class Demo:
         self.model = MODELS[args.model]
         self.record_bytes = RECORD_BYTES[args.model]
         tokens = self.shape.prompt_tokens_max
-        self.working_blocks = args.users * -(-tokens // BLOCK_SIZE)
+        self.working_blocks = Conversations(self.shape).working_set_blocks(BLOCK_SIZE)
         one_request = -(-(tokens + args.answer_tokens) // BLOCK_SIZE)
         self.device_blocks = max(int(self.working_blocks / DEVICE_SHARE), one_request + 4)
         memory_blocks = int(self.working_blocks / MEMORY_SHARE)
