@@ -29,6 +29,7 @@ def main() -> None:
     sys.stdout.flush()
     for line in sys.stdin:
         (output,) = engine.generate([json.loads(line)], spec["new_tokens"])
+        engine.drain()  # what an idle engine's steps do: its last blocks are committed
         answer = {"token_ids": output.token_ids, "sources": asdict(output.sources)}
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
