@@ -46,7 +46,6 @@ class PhaseSpec(msgspec.Struct, frozen=True):
     settings: dict[str, Any] | None = None  # of the store; None: no cache at all
     answers: dict[str, list[int]] = {}
     seed: int = 0
-    threads: int = 0  # of the tensor library; 0 = its own choice
     max_batched_tokens: int = 512
     measure_rate: bool = False  # before the first turn of each user
 
@@ -108,15 +107,11 @@ class _Runner:
     """The engine of this process, and perhaps its store."""
 
     def __init__(self, spec: PhaseSpec) -> None:
-        import torch
-
         from ebbtide.connectors.process import ensure_store
         from ebbtide.connectors.reference.connect import attach_socket
         from ebbtide.connectors.reference.engine import Engine
         from ebbtide.connectors.reference.model import ModelConfig
 
-        if spec.threads:
-            torch.set_num_threads(spec.threads)
         self.spec = spec
         self.config = ModelConfig(**spec.model)
         self.store = ensure_store(spec.settings) if spec.settings else None

@@ -14,9 +14,9 @@ import time
 from array import array
 from typing import NamedTuple
 
+from ebbtide.config_checks import SOCKET_PATH_MAX
 from ebbtide.errors import ConfigError
 
-SOCKET_PATH_MAX = 107  # sun_path, without its NUL
 BACKLOG = 128
 LOCK_RETRY_S = 0.05
 SO_PEERPIDFD = 77  # Linux 6.5; not named in Python 3.11

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 # sun_path holds 108 bytes, the last of them a NUL.
-SOCKET_PATH_MAX = 107
+SOCKET_PATH_MAX = 107  # sun_path, without its NUL
 
 
 def _check_absolute(path: str, name: str) -> None:

@@ -2,42 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-
-import pytest
 
 from ebbtide.testing import RecordingSink, SimStore
 from ebbtide.testing.conformance import key_of
-from ebbtide.tiers.bounds import Bounds
 from ebbtide.tiers.ghosts import Ghosts
 from ebbtide.tiers.reasons import Miss, Place, label
 from ebbtide.tiers.runtime import VERIFY, WRITE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 PAGE = 4096
 ONE, TWO = b"engine-1", b"engine-2"
-
-
-@pytest.fixture
-def sim() -> Iterator[SimStore]:
-    """16 slots of memory and no disk."""
-    with SimStore(7, 16 * PAGE) as store:
-        yield store
-
-
-@pytest.fixture
-def tiered(tmp_path: Path) -> Iterator[SimStore]:
-    """16 slots of memory over 64 of disk; nothing is written by itself."""
-    bounds = Bounds.for_capacity(16 * PAGE, write_after_s=3600.0)
-    bounds = replace(bounds, dirty_max_bytes=16 * PAGE)
-    with SimStore(
-        7, 16 * PAGE, disk_path=str(tmp_path / "d"), slab_bytes=64 * PAGE, bounds=bounds
-    ) as store:
-        yield store
 
 
 def keys_of(*numbers: int) -> list[bytes]:
