@@ -1,18 +1,22 @@
-# Every verb makes or updates .venv itself. `make` alone lists the verbs.
+# Every verb makes or updates the environment it needs. `make` alone lists the verbs.
 
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.made
+VLLM_BIN := .venv-vllm/bin
+VLLM_STAMP := .venv-vllm/.made
+VLLM_PIP := $(VLLM_BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
 
 # Never put the working directory on sys.path: ./kernels would shadow another project's package.
 export PYTHONSAFEPATH = 1
 
-.PHONY: help dev demo test check bench torture
+.PHONY: help dev demo test test-engine check bench torture
 
 help:
 	@echo 'make dev    make .venv with the tested versions of everything'
 	@echo 'make demo   show blocks ebb and flow on this machine'
-	@echo 'make test   run all tests'
+	@echo 'make test   run all tests but those that need vLLM'
+	@echo 'make test-engine  run the tests inside a real vLLM on the CPU; makes .venv-vllm (3 GB) first'
 	@echo 'make check  lint, format, types, import rules'
 	@echo 'make bench  measure offloading'
 	@echo 'make torture  the long forms: 50 kills of a store, a worker stopped for 10 s, 500 simulated worlds'
@@ -28,11 +32,24 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
+# torch comes first and with its dependencies, so that any build of it works; then the list and nothing else.
+$(VLLM_STAMP): pyproject.toml constraints-vllm.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo 'make: $(PYTHON) is older than 3.11. Name a newer one: make test-engine PYTHON=python3.11' >&2; exit 1; }
+	$(PYTHON) -m venv .venv-vllm
+	$(VLLM_PIP) -c constraints-vllm.txt torch
+	$(VLLM_PIP) --no-deps -r constraints-vllm.txt
+	$(VLLM_PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
 demo: $(STAMP)
 	$(BIN)/ebbtide demo
 
 test: $(STAMP)
 	$(BIN)/pytest
+
+test-engine: $(VLLM_STAMP)
+	$(VLLM_BIN)/pytest -c tests/engine/pytest.ini --rootdir=. tests/engine
 
 check: $(STAMP)
 	$(BIN)/ruff check

@@ -109,9 +109,12 @@ class LocalClient:
 class SocketClient:
     """A client of a store's process. Reconnects by itself, with backoff; misses meanwhile."""
 
-    def __init__(self, path: str, engine: bytes, role: str, *, arena: bool) -> None:
+    def __init__(
+        self, path: str, engine: bytes, role: str, *, arena: bool, required: bool = True
+    ) -> None:
         """Connects at once. Raises TierUnavailableError when nobody answers within 10 s, or with
-        the store's own words when it refuses this client.
+        the store's own words when it refuses this client. Not `required`: it is then tried again
+        by `poll`, and everything is a miss until a store answers.
         """
         self.path = path
         self.engine = engine
@@ -136,7 +139,10 @@ class SocketClient:
         self._tickets = itertools.count(1)
         self._open: set[int] = set()
         self._completions: deque[Completion] = deque()
-        self._greet(time.monotonic() + HANDSHAKE_TIMEOUT_S)
+        if required:
+            self._greet(time.monotonic() + HANDSHAKE_TIMEOUT_S)
+        else:
+            self._connect()
 
     @property
     def connected(self) -> bool:

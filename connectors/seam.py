@@ -9,10 +9,10 @@ One engine step:
 
 1. scheduler half: `matched_tokens` per waiting request, `on_allocated` per admitted one;
 2. scheduler half: `build_step` once, also when nothing is scheduled;
-3. worker half: `start_step` with that metadata, before the forward pass;
+3. worker halves: `start_step` with that metadata, before anything writes to a device block;
 4. the forward pass;
-5. worker half: `finish_step`, after the forward pass;
-6. scheduler half: `on_report` with what the worker returned.
+5. worker halves: `finish_step`, after the forward pass;
+6. scheduler half: `on_report` with what each worker returned.
 
 No method of either half waits for a socket, a disk or another process.
 """
@@ -27,40 +27,52 @@ if TYPE_CHECKING:
 
 
 class BlockRef(NamedTuple):
-    """A device block and the hash of its content (the hash chain's bytes, no group suffix)."""
+    """A device block and the key of its content: block hash and KV group, packed."""
 
     block_id: int
-    block_hash: bytes
+    key: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class StoreJob:
-    """Copy device block `block_id` into the arena at `offset`, then commit `sequence`."""
+    """Copy this rank's shard of device block `block_id` into the slot at `offset`.
+
+    `sequence` is the slot's reservation: the scheduler half commits it when every rank has copied.
+    """
 
     block_id: int
     offset: int
     sequence: int
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """Fetch the records named `block_hashes` into the device blocks `block_ids`, pairwise."""
+    """Fetch this rank's shard of the records named `keys` into the blocks `block_ids`, pairwise.
+
+    A key's group says whose block the id is. Without keys the load cannot be: it is reported as
+    failed, because the engine waits for it.
+    """
 
     request_id: str
-    block_hashes: tuple[bytes, ...]
+    keys: tuple[bytes, ...]
     block_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StepMetadata:
-    """What the scheduler half asks of the worker half in one step. Picklable."""
+    """What the scheduler half asks of every rank's worker half in one step. Picklable."""
 
     arena_generation: int = 0
+    namespace: int | None = None  # the store's handle; None while no namespace is open
     stores: tuple[StoreJob, ...] = ()
     loads: tuple[LoadJob, ...] = ()
-    cancelled: tuple[
-        str, ...
-    ] = ()  # requests whose loads should end early; they are still reported
+    cancelled: tuple[str, ...] = ()  # requests whose loads shall end early; they are still reported
+    void_loads: bool = False  # those under way are of a life that a reset has ended: they fail
+    # Blocks that are being copied out of were handed out: wait for those copies before any write.
+    settle_stores: bool = False
+    # Per rank and group where its shard begins in a record. Empty: one rank, whole records.
+    shard_offsets: tuple[tuple[int, ...], ...] = ()
 
 
 class LoadResult(NamedTuple):
@@ -68,7 +80,8 @@ class LoadResult(NamedTuple):
 
     `sources[i]` is "memory" or "disk" for a block whose verified bytes are in the device block, and
     a miss reason (see `ebbtide.tiers.reasons`) otherwise. `loaded_blocks` counts the unbroken run
-    of loaded blocks at the start: blocks behind the first failure must be recomputed.
+    of loaded blocks at the start: with one group, blocks behind the first failure must be
+    recomputed; with several, the whole request.
     """
 
     request_id: str
@@ -80,12 +93,14 @@ class LoadResult(NamedTuple):
 class WorkerReport:
     """What the worker half finished since the last report. Picklable."""
 
-    stored: list[int] = field(default_factory=list)  # sequences whose commit was acknowledged
-    dropped: list[int] = field(default_factory=list)  # sequences that were aborted or failed
+    rank: int = 0
+    copied: list[int] = field(default_factory=list)  # sequences whose shard is whole in the arena
+    dropped: list[int] = field(default_factory=list)  # sequences that will not be copied any more
     loads: list[LoadResult] = field(default_factory=list)
     bytes_by_edge: dict[str, int] = field(
         default_factory=dict
     )  # "device_to_memory", "memory_to_device"
+    faults: int = 0  # of the worker half's hooks, since the last report
 
 
 class SchedulerHalf(Protocol):
@@ -109,11 +124,13 @@ class SchedulerHalf(Protocol):
     def on_allocated(
         self,
         request_id: str,
-        block_ids: Sequence[int],
+        block_ids: Sequence[Sequence[int]],
         local_tokens: int,
         external_tokens: int,
     ) -> None:
-        """The request was admitted: `block_ids` are all its device blocks, in order.
+        """The request was admitted: `block_ids` are its device blocks, per group and in order.
+
+        Block 0 is nobody's: it stands where a window has passed.
 
         With `external_tokens` > 0 the load of the blocks behind `local_tokens` starts with the next
         `build_step`; the engine runs the request only after its `LoadResult` has come back. This is
@@ -126,7 +143,7 @@ class SchedulerHalf(Protocol):
         ...
 
     def on_report(self, report: WorkerReport) -> list[LoadResult]:
-        """Settle what the worker finished. Returns the loads that ended, for the engine."""
+        """Settle what one rank finished. Returns the loads that ended on every rank by now."""
         ...
 
     def request_finished(self, request_id: str, block_hashes: Sequence[bytes]) -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from ebbtide.allocator import BlockPool, Request
+from ebbtide.allocator import BlockPool, Request, pack_key
 from ebbtide.connectors import protocol as wire
 from ebbtide.connectors.client import Completion
 from ebbtide.connectors.client_interface import LOST
+from ebbtide.connectors.offload.groups import KVGroups
 from ebbtide.connectors.offload.scheduler import OffloadScheduler, SchedulerBounds
-from ebbtide.connectors.seam import BlockRef, StepMetadata
+from ebbtide.connectors.reference.device_pool import GROUP, ReferencePool
+from ebbtide.connectors.seam import BlockRef, StepMetadata, WorkerReport
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ebbtide.tiers.arena import Arena
 
@@ -77,19 +79,30 @@ class Bench:
     """A scheduler half, its pool, and a clock."""
 
     def __init__(
-        self, *, blocks: int = 65, block_size: int = 16, bounds: SchedulerBounds | None = None
+        self,
+        *,
+        blocks: int = 65,
+        block_size: int = 16,
+        groups: KVGroups | None = None,
+        ranks: int = 1,
+        writers: Mapping[int, int] | None = None,
+        bounds: SchedulerBounds | None = None,
+        lazy: bool = False,
     ) -> None:
+        """`blocks` are all of group 0, whatever other `groups` there are."""
         self.client = ScriptedClient()
         self.pool = BlockPool(blocks)
         self.block_size = block_size
         self.now = 100.0
         self.half = OffloadScheduler(
             self.client,
-            self.pool,
+            ReferencePool(self.pool),
             descriptor=[["model", "m"]],
-            block_size=block_size,
-            record_bytes=RECORD_BYTES,
+            groups=groups or KVGroups.single(block_size, RECORD_BYTES),
+            ranks=ranks,
+            writers=writers,
             bounds=bounds or SchedulerBounds(),
+            lazy=lazy,
             now=lambda: self.now,
         )
         self.open_namespace()
@@ -115,7 +128,9 @@ class Bench:
         blocks = self.pool.allocate(count)
         for number, block in enumerate(blocks):
             self.pool.cache(block, bytes([seed, number]) * 16)
-        return [BlockRef(block.block_id, block.block_hash or b"") for block in blocks]
+        return [
+            BlockRef(block.block_id, pack_key(block.block_hash or b"", GROUP)) for block in blocks
+        ]
 
     def finish(self, refs: Sequence[BlockRef]) -> None:
         self.pool.free([self.pool.blocks[ref.block_id] for ref in reversed(refs)])
@@ -123,6 +138,22 @@ class Bench:
     def grant(self, first_sequence: int, count: int) -> None:
         grants = tuple((n * RECORD_BYTES, first_sequence + n) for n in range(count))
         self.client.answer(wire.Reserve, wire.Grants(0, grants))
+
+    def copied(self, *sequences: int, rank: int = 0) -> None:
+        """A rank has copied these."""
+        self.half.on_report(WorkerReport(rank, copied=list(sequences)))
+
+    def dropped(self, *sequences: int, rank: int = 0) -> None:
+        """A rank will not copy these."""
+        self.half.on_report(WorkerReport(rank, dropped=list(sequences)))
+
+    def commit(self) -> tuple[int, ...]:
+        """The oldest commit succeeds. Returns its sequences; nothing has heard of it yet."""
+        ticket = next(t for t, m in self.client.asked.items() if isinstance(m, wire.Commit))
+        asked = self.client.asked[ticket]
+        assert isinstance(asked, wire.Commit)
+        self.client.answer(wire.Commit, wire.Settled(bytes(len(asked.sequences))))
+        return asked.sequences
 
     @property
     def pinned(self) -> int:

@@ -3,18 +3,21 @@
 Lookups go out when a request arrives and are read when the scheduler asks; reserves go out in one
 step and become copies in a later one. Nothing here waits: an answer that is not there yet is asked
 for again next step, and after `lookup_timeout_s` it is a miss.
+
+Blocks are counted in units of the longest prefix step that the engine knows: the block size, or
+with several KV groups the smallest length at which all of them end a block.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ebbtide.allocator import pack_key
 from ebbtide.connectors import protocol as wire
-from ebbtide.connectors.offload.demotions import GROUP, Demotions, SchedulerBounds
+from ebbtide.connectors.offload.demotions import Demotions, SchedulerBounds
+from ebbtide.connectors.offload.load import Load
 from ebbtide.connectors.offload.namespace_link import NamespaceLink
 from ebbtide.connectors.offload.tally import RequestTally, Tally
 from ebbtide.connectors.seam import LoadJob, LoadResult, StepMetadata
@@ -22,29 +25,34 @@ from ebbtide.connectors.supervisor import FaultLog, hook, nothing
 from ebbtide.tiers.reasons import Miss, Place, label
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from ebbtide.allocator import BlockPool
     from ebbtide.connectors.client import Client, Completion
+    from ebbtide.connectors.offload.device_pool import DevicePool
+    from ebbtide.connectors.offload.groups import KVGroup, KVGroups
     from ebbtide.connectors.seam import BlockRef, WorkerReport
 
-__all__ = ["GROUP", "OffloadScheduler", "SchedulerBounds"]
+__all__ = ["OffloadScheduler", "SchedulerBounds"]
 
 LOADABLE = frozenset({Place.MEMORY, Place.DISK, Place.REMOTE})
 FIRST_REASON = min(Miss)  # codes below it are places
-TIERS = frozenset(label(place) for place in LOADABLE)
+NULL_BLOCK = 0
 
 
 @dataclass(slots=True)
 class _Asked:
     """What is known of one request."""
 
-    block_hashes: tuple[bytes, ...]
+    block_hashes: Sequence[bytes]
+    prompt_tokens: int
     tally: RequestTally
     asked_at_s: float
+    keys: list[list[bytes]] = field(default_factory=list)  # per group, of the lookup
+    limit_tokens: int = 0  # what the lookup covers, and a load may bring
     ticket: int = 0  # of the lookup under way
-    states: bytes | None = None
+    states: list[bytes] | None = None  # per group
     lost: bool = False  # the lookup failed: not asked again before the next admission
+    load_failed: bool = False  # once is enough: the rest is computed
     counted: bool = False  # admitted once: what was not loaded then is in the tally
     complete: bool = False  # what was loaded then, too, and all of it in the totals
 
@@ -55,40 +63,51 @@ class OffloadScheduler:
     def __init__(
         self,
         client: Client,
-        pool: BlockPool,
+        pool: DevicePool,
         *,
         descriptor: list[list[object]],
-        block_size: int,
-        record_bytes: int,
+        groups: KVGroups,
+        ranks: int = 1,
+        writers: Mapping[int, int] | None = None,
+        shard_offsets: tuple[tuple[int, ...], ...] = (),
         bounds: SchedulerBounds | None = None,
+        lazy: bool = False,
+        pending: bool = False,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`ranks` worker halves report each step. `writers`: per group how many of them copy a
+        block down. `shard_offsets`: see `StepMetadata`. `pending`: the descriptor is not final.
+        """
         self.tally = Tally()
         self.faults = FaultLog()
         self._client = client
         self._pool = pool
-        self._block_size = block_size
+        self._groups = groups
+        self._ranks = ranks
+        self._shard_offsets = shard_offsets
         self._bounds = bounds or SchedulerBounds()
         self._now = now
-        self._link = NamespaceLink(client, descriptor)
+        self._link = NamespaceLink(client, descriptor, pending=pending)
         self._demotions = Demotions(
             client,
             pool,
             self._link,
             self.tally,
-            record_bytes=record_bytes,
+            groups,
+            writers=writers,
             bounds=self._bounds,
+            lazy=lazy,
             now=now,
         )
         self._completions: deque[Completion] = deque()  # polled, not dealt with yet
         self._requests: dict[str, _Asked] = {}
         self._lookups: dict[int, str] = {}  # ticket -> request
-        self._loads: dict[str, LoadJob] = {}  # under way in the worker
+        self._loads: dict[str, Load] = {}  # under way in the workers
         self._new_loads: list[LoadJob] = []
         self._cancelled: list[str] = []
-        self._failed_loads: list[LoadResult] = []
+        self._ended: list[LoadResult] = []  # on every rank; the engine has not been told
+        self._void_loads = False
         self._closed = False
-        pool.on_evict = self._evicted
         self._link.renew()
 
     # -- hooks ----------------------------------------------------------------------------------
@@ -97,23 +116,23 @@ class OffloadScheduler:
     def on_new_request(
         self, request_id: str, block_hashes: Sequence[bytes], prompt_tokens: int
     ) -> None:
-        tally = RequestTally(prompt_tokens, self._block_size)
-        full = prompt_tokens // self._block_size
-        asked = _Asked(tuple(block_hashes[:full]), tally, self._now())
+        tally = RequestTally(prompt_tokens, self._groups.alignment)
+        asked = _Asked(block_hashes, prompt_tokens, tally, self._now())
         self._requests[request_id] = asked
         self._poll()
         self._ask(request_id, asked)
 
-    def _no_match(self, request_id: str, local_tokens: int) -> int | None:
+    def _no_match(self, request_id: str, local_tokens: int, num_tokens: int = 0) -> int | None:
         return 0
 
     @hook(_no_match)
-    def matched_tokens(self, request_id: str, local_tokens: int) -> int | None:
+    def matched_tokens(self, request_id: str, local_tokens: int, num_tokens: int = 0) -> int | None:
         asked = self._requests.get(request_id)
         if asked is None:
             return 0
-        start = local_tokens // self._block_size
-        if start >= self._loadable_blocks(asked):
+        if num_tokens > asked.prompt_tokens and asked.counted:
+            self._lengthen(asked, num_tokens)
+        if local_tokens >= self._loadable_tokens(asked) or asked.load_failed:
             return 0
         self._poll()
         if asked.states is None and not asked.ticket and not asked.lost:
@@ -122,108 +141,143 @@ class OffloadScheduler:
         late = self._now() - asked.asked_at_s > self._bounds.lookup_timeout_s
         if asked.states is None:
             return None if asked.ticket and not late else 0
-        end = self._hit_end(asked, start)
-        pending = end < len(asked.states) and asked.states[end] == Place.PENDING
-        if pending and end < self._loadable_blocks(asked) and not late:
+        end = self._hit_end(asked, local_tokens)
+        if self._stop_code(asked, end) == Place.PENDING and not late:
             asked.states = None  # somebody is putting it right now: ask again
             self._ask(request_id, asked)
             return None
-        return (end - start) * self._block_size
+        return end - local_tokens
 
     def _load_cannot_start(
         self,
         request_id: str,
-        block_ids: Sequence[int],
+        block_ids: Sequence[Sequence[int]],
         local_tokens: int,
         external_tokens: int,
     ) -> None:
-        self._fail_load(request_id, external_tokens // self._block_size)
+        """The engine waits for the load's end in any case: the ranks report one that failed."""
+        if external_tokens and request_id not in self._loads:
+            end = local_tokens + external_tokens
+            places = self._places(block_ids, local_tokens, end)
+            job = LoadJob(request_id, (), tuple(block_id for _, _, block_id in places))
+            self._loads[request_id] = self._load_of(job, places, local_tokens, end)
+            self._new_loads.append(job)
 
     @hook(_load_cannot_start)
     def on_allocated(
         self,
         request_id: str,
-        block_ids: Sequence[int],
+        block_ids: Sequence[Sequence[int]],
         local_tokens: int,
         external_tokens: int,
     ) -> None:
         asked = self._requests[request_id]
-        start = local_tokens // self._block_size
-        end = start + external_tokens // self._block_size
+        end = local_tokens + external_tokens
         if not asked.counted:
-            self._count(asked, start, end)
-        if end > start:
-            job = LoadJob(request_id, asked.block_hashes[start:end], tuple(block_ids[start:end]))
-            self._loads[request_id] = job
-            self._new_loads.append(job)
+            self._count(asked, local_tokens, end)
+        if external_tokens:
+            load = self._new_load(request_id, asked, block_ids, local_tokens, end)
+            load.expected = self._expected(asked, local_tokens, end)
+            self._loads[request_id] = load
+            self._new_loads.append(load.job)
         elif not asked.counted:
             self._complete(asked)
         asked.counted = True
         asked.states, asked.ticket, asked.lost = None, 0, False  # stale if the request comes back
 
     def _no_step(self, newly_full: Sequence[BlockRef]) -> StepMetadata:
-        for job in self._new_loads:
-            self._fail_load(job.request_id, len(job.block_ids))
+        void = tuple(replace(job, keys=()) for job in self._new_loads)
         self._new_loads = []
-        return StepMetadata()
+        return StepMetadata(loads=void, settle_stores=True)
 
     @hook(_no_step)
     def build_step(self, newly_full: Sequence[BlockRef]) -> StepMetadata:
         self._poll()
-        self._demotions.plan(newly_full)
+        fence = self._demotions.take_fence()
+        self._demotions.plan(newly_full, live=bool(self._requests))
         generation, stores = self._client.arena_generation, self._demotions.take_jobs()
         loads, self._new_loads = tuple(self._new_loads), []
         cancelled, self._cancelled = tuple(self._cancelled), []
-        return StepMetadata(generation, stores, loads, cancelled)
-
-    def _ended_loads(self, report: WorkerReport) -> list[LoadResult]:
-        failed, self._failed_loads = self._failed_loads, []
-        for result in (*failed, *report.loads):
-            self._loads.pop(result.request_id, None)
-        return [*failed, *report.loads]
+        void, self._void_loads = self._void_loads, False
+        return StepMetadata(
+            arena_generation=generation,
+            namespace=self._link.handle,
+            stores=stores,
+            loads=loads,
+            cancelled=cancelled,
+            void_loads=void,
+            settle_stores=fence,
+            shard_offsets=self._shard_offsets if stores or loads else (),
+        )
 
     def _only_ended(self, report: WorkerReport) -> list[LoadResult]:
         """Whatever went wrong: the engine waits for its loads, and the pool for its blocks."""
         self._demotions.let_go(report)
-        return self._ended_loads(report)
+        while report.loads:
+            result = report.loads.pop(0)
+            load = self._loads.get(result.request_id)
+            if load is not None:
+                load.waiting -= 1
+                if load.waiting <= 0:
+                    del self._loads[result.request_id]
+                    unknown = (label(Miss.UNKNOWN),) * len(load.job.block_ids)
+                    self._ended.append(LoadResult(result.request_id, 0, unknown))
+        return self._take_ended()
 
     @hook(_only_ended)
     def on_report(self, report: WorkerReport) -> list[LoadResult]:
         self._demotions.settle(report)
         self.tally.bytes_by_edge.update(report.bytes_by_edge)
-        for result in (*self._failed_loads, *report.loads):
-            self._count_load(result)
-        return self._ended_loads(report)
+        self.tally.worker_faults += report.faults
+        while report.loads:  # each is taken out first: a fault must not count it twice
+            result = report.loads.pop(0)
+            load = self._loads.get(result.request_id)
+            if load is None:
+                continue
+            load.add(result.sources)
+            if load.waiting <= 0:
+                del self._loads[result.request_id]
+                self._ended.append(load.result())
+                self._count_load(load)
+        return self._take_ended()
+
+    def _take_ended(self) -> list[LoadResult]:
+        ended, self._ended = self._ended, []
+        return ended
 
     @hook(nothing)
     def request_finished(self, request_id: str, block_hashes: Sequence[bytes]) -> None:
         asked = self._requests.pop(request_id, None)
+        if not self._requests:
+            self._demotions.unpin_all()
         if asked is not None and asked.ticket:
             self._lookups.pop(asked.ticket, None)
         if request_id in self._loads:
             self._cancelled.append(request_id)
-        if self._link.handle is not None and block_hashes:
-            keys = tuple(pack_key(name, GROUP) for name in block_hashes)
-            self._client.notify(wire.Touch(self._link.handle, keys))
+        if self._link.handle is None:
+            return
+        hashed = len(block_hashes) * self._groups.hash_block_size
+        tokens = self._groups.askable_tokens(hashed)
+        keys = [key for group in self._keys(block_hashes, tokens) for key in group]
+        if keys:
+            self._client.notify(wire.Touch(self._link.handle, tuple(keys)))
 
     @hook(lambda self: False)
     def has_pending_work(self) -> bool:
-        return bool(self._demotions.pending or self._loads or self._failed_loads)
+        return bool(self._demotions.pending or self._loads)
+
+    @hook(lambda self: False)
+    def pins_blocks(self) -> bool:
+        """Blocks come back within a moment: better to wait for them than to preempt."""
+        return self._demotions.pins_blocks
 
     @hook(nothing)
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        self._pool.on_evict = None
         self._demotions.close()
         self._client.close()
-
-    def _fail_load(self, request_id: str, blocks: int) -> None:
-        """The engine waits for the load's end in any case: it gets one that failed."""
-        if blocks:
-            failed = LoadResult(request_id, 0, (label(Miss.UNKNOWN),) * blocks)
-            self._failed_loads.append(failed)
 
     # -- what others may ask --------------------------------------------------------------------
 
@@ -238,71 +292,182 @@ class OffloadScheduler:
         self._poll()
         return self._link.handle is not None
 
+    @property
+    def connected(self) -> bool:
+        """A store knows the namespace, as far as is known. Does not poll."""
+        return self._link.handle is not None
+
+    @property
+    def namespace(self) -> NamespaceLink:
+        """The namespace, for who describes the content."""
+        return self._link
+
+    def expected_tokens(self, request_id: str) -> dict[str, int]:
+        """Tokens of the request's load by the tier that should bring them. Until it ends."""
+        load = self._loads.get(request_id)
+        return dict(load.expected) if load is not None else {}
+
+    def forget_loads(self) -> None:
+        """After a reset: what is on its way is of the old life, and must not be used."""
+        self._void_loads = True
+        self._new_loads = [replace(job, keys=()) for job in self._new_loads]
+        self._demotions.forget_held()
+
+    def wants(self, key: bytes) -> bool:
+        """Whether the block of this key is to be copied down, or is being copied."""
+        return self._demotions.wants(key)
+
+    def describe(self, descriptor: list[list[object]], *, pending: bool) -> None:
+        """The content is known better, or another one: the namespace changes with the next poll."""
+        self._link.describe(descriptor, pending=pending)
+        self._demotions.forget_held()
+
     # -- lookups --------------------------------------------------------------------------------
 
     def _ask(self, request_id: str, asked: _Asked) -> None:
-        if self._link.handle is None or not asked.block_hashes:
+        asked.limit_tokens = self._groups.askable_tokens(self._loadable_tokens(asked))
+        if self._link.handle is None or not asked.limit_tokens:
             return
-        keys = tuple(pack_key(name, GROUP) for name in asked.block_hashes)
+        asked.keys = self._keys(asked.block_hashes, asked.limit_tokens)
+        keys = tuple(key for group in asked.keys for key in group)
         asked.ticket = self._client.submit(wire.Lookup(self._link.handle, keys))
         self._lookups[asked.ticket] = request_id
 
-    def _loadable_blocks(self, asked: _Asked) -> int:
-        """The prompt's last token is always computed: its logits are needed."""
-        return (asked.tally.prompt_tokens - 1) // self._block_size
+    def _keys(self, block_hashes: Sequence[bytes], tokens: int) -> list[list[bytes]]:
+        return [
+            self._groups.keys(group, block_hashes, 0, tokens // group.block_size)
+            for group in self._groups.all
+        ]
 
-    def _hit_end(self, asked: _Asked, start: int) -> int:
-        """One past the last block of the unbroken run of held blocks from `start`."""
+    def _loadable_tokens(self, asked: _Asked) -> int:
+        """The last token is always computed: its logits are needed."""
+        return (asked.prompt_tokens - 1) // self._groups.alignment * self._groups.alignment
+
+    def _lengthen(self, asked: _Asked, num_tokens: int) -> None:
+        """A preempted request comes back with the tokens that it had generated."""
+        hashed = len(asked.block_hashes) * self._groups.hash_block_size
+        asked.prompt_tokens = min(num_tokens, hashed + 1)
+
+    def _hit_end(self, asked: _Asked, local_tokens: int) -> int:
+        """The end, in tokens, of the longest usable prefix behind the device's own."""
+        states = asked.states
+        assert states is not None
+        held = [_holds(codes) for codes in states]
+        return self._groups.longest_hit(held, local_tokens, asked.limit_tokens)
+
+    def _stop_code(self, asked: _Asked, end: int) -> int:
+        """What stands where the hit ends: a place if nothing stops it there."""
         assert asked.states is not None
-        end, limit = start, min(self._loadable_blocks(asked), len(asked.states))
-        while end < limit and asked.states[end] in LOADABLE:
-            end += 1
-        return end
+        if end >= asked.limit_tokens:
+            return Place.MEMORY
+        for group, codes in zip(self._groups.all, asked.states, strict=True):
+            next_end = end + self._groups.alignment
+            first = max(end // group.block_size, group.first_needed(next_end))
+            for block in range(first, next_end // group.block_size):
+                if codes[block] not in LOADABLE:
+                    return codes[block]
+        return Place.MEMORY
 
     def _count(self, asked: _Asked, start: int, end: int) -> None:
-        """Account for every prompt block but those that are being loaded."""
-        tally, loadable = asked.tally, self._loadable_blocks(asked)
-        tally.served("device", start)
-        if end < loadable:
+        """Account for every unit of the prompt but those that are being loaded."""
+        unit, tally = self._groups.alignment, asked.tally
+        loadable = self._loadable_tokens(asked) // unit
+        first_missed = end // unit
+        tally.served("device", start // unit)
+        if first_missed < loadable:
             tally.missed(self._reason(asked, end))
-            tally.missed(label(Miss.BEHIND_MISS), loadable - end - 1)
-        whole = tally.prompt_tokens % self._block_size == 0
-        if start <= loadable:
+            tally.missed(label(Miss.BEHIND_MISS), loadable - first_missed - 1)
+        if start // unit <= loadable:
+            whole = tally.prompt_tokens % unit == 0
             tally.missed(label(Miss.LAST_TOKEN if whole else Miss.PARTIAL_BLOCK))
 
-    def _reason(self, asked: _Asked, number: int) -> str:
-        if asked.states is None or asked.states[number] == Place.PENDING:
+    def _reason(self, asked: _Asked, end: int) -> str:
+        if asked.states is None:
             no_store = asked.lost or self._link.handle is None
             return label(Miss.UNKNOWN if no_store else Miss.TIMEOUT)
-        if asked.states[number] in LOADABLE:
-            return label(Miss.UNKNOWN)  # the engine took fewer than it was offered
-        return label(asked.states[number])
+        code = self._stop_code(asked, end)
+        if code == Place.PENDING:
+            return label(Miss.TIMEOUT)
+        # A place: the engine took fewer than it was offered, or a window further back is missing.
+        return label(Miss.UNKNOWN) if code in LOADABLE else label(code)
 
-    def _count_load(self, result: LoadResult) -> None:
+    # -- loads ----------------------------------------------------------------------------------
+
+    def _new_load(
+        self,
+        request_id: str,
+        asked: _Asked,
+        block_ids: Sequence[Sequence[int]],
+        start: int,
+        end: int,
+    ) -> Load:
+        """Every block between `start` and `end` that the engine has given a place."""
+        places = self._places(block_ids, start, end)
+        keys = tuple(
+            key
+            for group, block, _ in places
+            for key in self._groups.keys(group, asked.block_hashes, block, block + 1)
+        )
+        job = LoadJob(request_id, keys, tuple(block_id for _, _, block_id in places))
+        return self._load_of(job, places, start, end)
+
+    def _places(
+        self, block_ids: Sequence[Sequence[int]], start: int, end: int
+    ) -> list[tuple[KVGroup, int, int]]:
+        """(group, number in the chain, device block) of all that lie between `start` and `end`."""
+        return [
+            (group, block, table[block])
+            for group, table in zip(self._groups.all, block_ids, strict=True)
+            for block in range(start // group.block_size, end // group.block_size)
+            if table[block] != NULL_BLOCK
+        ]
+
+    def _load_of(
+        self, job: LoadJob, places: list[tuple[KVGroup, int, int]], start: int, end: int
+    ) -> Load:
+        unit = self._groups.alignment
+        units = tuple((block * group.block_size - start) // unit for group, block, _ in places)
+        whole_request = len(self._groups.all) > 1
+        return Load(job, units, (end - start) // unit, self._ranks, whole_request)
+
+    def _expected(self, asked: _Asked, start: int, end: int) -> dict[str, int]:
+        """Tokens by tier, as the lookup saw them: per unit the slowest tier that holds a part."""
+        tokens: dict[str, int] = {}
+        unit = self._groups.alignment
+        if asked.states is None:
+            return tokens
+        for position in range(start, end, unit):
+            slowest = min(LOADABLE)
+            for group, codes in zip(self._groups.all, asked.states, strict=True):
+                first = max(position // group.block_size, group.first_needed(end))
+                for block in range(first, (position + unit) // group.block_size):
+                    slowest = max(slowest, Place(codes[block]))
+            tokens[label(slowest)] = tokens.get(label(slowest), 0) + unit
+        return tokens
+
+    def _count_load(self, load: Load) -> None:
         """A load has ended; those after a preemption are not counted again."""
-        job = self._loads.get(result.request_id)
-        asked = self._requests.get(result.request_id)
-        if job is not None:
-            self._demotions.restored(job.block_hashes[: result.loaded_blocks])
-            named = zip(job.block_hashes, result.sources, strict=True)
-            self._demotions.missed(name for name, source in named if source not in TIERS)
-        if asked is None or asked.complete:
+        self._demotions.restored(load.restored())
+        self._demotions.missed(load.missed())
+        loaded, reason = load.outcome()
+        self.tally.loads["loaded" if not reason else "partly" if loaded else "failed"] += 1
+        asked = self._requests.get(load.job.request_id)
+        if asked is None:
             return
-        for source in result.sources[: result.loaded_blocks]:
+        lost = load.num_units - len(loaded)
+        asked.load_failed = asked.load_failed or lost > 0
+        if asked.complete:
+            return
+        for source in loaded:
             asked.tally.served(source, 1)
-        lost = len(result.sources) - result.loaded_blocks
         if lost:
-            asked.tally.missed(result.sources[result.loaded_blocks])
+            asked.tally.missed(reason)
             asked.tally.missed(label(Miss.BEHIND_MISS), lost - 1)
         self._complete(asked)
 
     def _complete(self, asked: _Asked) -> None:
         asked.complete = True
         self.tally.add(asked.tally)
-
-    @hook(nothing)
-    def _evicted(self, block_id: int, block_hash: bytes) -> None:
-        self._demotions.evicted(block_hash)
 
     # -- the store ------------------------------------------------------------------------------
 
@@ -322,11 +487,20 @@ class OffloadScheduler:
             return
         request_id = self._lookups.pop(completion.ticket, None)
         asked = self._requests.get(request_id) if request_id is not None else None
-        if asked is not None and asked.ticket == completion.ticket:
-            asked.ticket = 0
-            if isinstance(completion.message, wire.States):
-                asked.states = completion.message.codes
-                named = zip(asked.block_hashes, asked.states, strict=False)
-                self._demotions.missed(name for name, code in named if code >= FIRST_REASON)
-            else:
-                asked.lost = True
+        if asked is None or asked.ticket != completion.ticket:
+            return
+        asked.ticket = 0
+        if not isinstance(completion.message, wire.States):
+            asked.lost = True
+            return
+        codes, asked.states = completion.message.codes, []
+        for keys in asked.keys:
+            mine, codes = codes[: len(keys)], codes[len(keys) :]
+            asked.states.append(mine)
+            self._demotions.missed(
+                key for key, code in zip(keys, mine, strict=True) if code >= FIRST_REASON
+            )
+
+
+def _holds(codes: bytes) -> Callable[[int], bool]:
+    return lambda block: codes[block] in LOADABLE

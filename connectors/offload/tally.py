@@ -49,8 +49,11 @@ class Tally:
     prompt_tokens: int = 0
     prompt_blocks: int = 0
     tokens_by_source: Counter[str] = field(default_factory=Counter)
+    blocks_by_source: Counter[str] = field(default_factory=Counter)
     misses: Counter[str] = field(default_factory=Counter)
     bytes_by_edge: Counter[str] = field(default_factory=Counter)
+    loads: Counter[str] = field(default_factory=Counter)  # "loaded", "partly" or "failed"
+    worker_faults: int = 0  # of all ranks
     demoted: int = 0  # device blocks whose record was committed
     shed: int = 0  # device blocks that the pool evicted before they had ebbed
 
@@ -60,4 +63,5 @@ class Tally:
         self.prompt_tokens += request.prompt_tokens
         self.prompt_blocks += request.blocks
         self.tokens_by_source.update(request.tokens_by_source())
+        self.blocks_by_source.update(request.sources)
         self.misses.update(request.misses)

@@ -3,11 +3,14 @@
 A load, step by step:
 
 1. `start_step` sends the keys; the store verifies and grants batches of slots;
-2. a granted batch becomes a copy job; its end acknowledges the batch, which frees its slots;
+2. a granted batch becomes copy jobs, one a group; their end acknowledges the batch, which frees its
+   slots;
 3. when every key is named and every copy has ended, the load is reported.
 
 A load's deadline ends where a copy begins: a copy that has started always ends before the load is
 reported. A batch that comes for a load that was given up is acknowledged without a copy.
+
+With several ranks each has a worker half, which moves its own shard of every record.
 """
 
 from __future__ import annotations
@@ -17,25 +20,33 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ebbtide.allocator import pack_key
 from ebbtide.connectors import protocol as wire
-from ebbtide.connectors.offload.demotions import GROUP
-from ebbtide.connectors.offload.namespace_link import NamespaceLink
+from ebbtide.connectors.offload.groups import GROUP_BYTES
 from ebbtide.connectors.seam import LoadResult, WorkerReport
 from ebbtide.connectors.supervisor import FaultLog, hook, nothing
 from ebbtide.tiers.reasons import Miss, label
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from ebbtide.connectors.client import Client, Completion
     from ebbtide.connectors.seam import LoadJob, StepMetadata, StoreJob
     from ebbtide.tiers.device import CopyEnd, DeviceCopies
 
 LOAD_TIMEOUT_S = 10.0
-STORE_TIMEOUT_S = 5.0  # from the end of a copy to the answer to its commit
 CLOSE_TIMEOUT_S = 5.0
+STORE_COPY_BYTES = 16 << 20  # of one copy job: a load that comes meanwhile waits for no more
 TO_MEMORY, TO_DEVICE = "device_to_memory", "memory_to_device"
+TIERS = frozenset(("memory", "disk", "remote"))
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Slots of one grant that are being copied, in one part a group."""
+
+    rows: list[tuple[int, str]]  # position, tier
+    parts: int
+    loaded: bool = True
 
 
 @dataclass(slots=True)
@@ -45,22 +56,15 @@ class _Load:
     job: LoadJob
     ticket: int
     deadline_s: float
+    shards: tuple[int, ...]
     sources: list[str | None]  # per block: a tier or a reason; None = not named yet
-    copying: dict[int, list[tuple[int, str]]] = field(default_factory=dict)  # by batch
+    copying: dict[int, _Batch] = field(default_factory=dict)  # by batch
     given_up: bool = False
+    void: bool = False  # whatever came is not to be used
 
     @property
     def over(self) -> bool:
         return not self.copying and None not in self.sources
-
-
-@dataclass(frozen=True, slots=True)
-class _Copied:
-    """Records that are whole in the arena; their commit is to be sent, or answered."""
-
-    sequences: tuple[int, ...]
-    arena_generation: int
-    deadline_s: float
 
 
 class OffloadWorker:
@@ -71,54 +75,63 @@ class OffloadWorker:
         client: Client,
         copies: DeviceCopies,
         *,
-        descriptor: list[list[object]],
+        rank: int = 0,
+        writes: Collection[int] | None = None,
         load_timeout_s: float = LOAD_TIMEOUT_S,
-        store_timeout_s: float = STORE_TIMEOUT_S,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`writes`: the groups whose blocks this rank copies down; all when not given.
+
+        Where ranks hold replicas, one of them writes.
+        """
         self.faults = FaultLog()
         self._client = client
         self._copies = copies
-        self._record_bytes = copies.layout.record_bytes
+        self._rank = rank
+        self._writes = frozenset(copies.layouts if writes is None else writes)
         self._load_timeout_s = load_timeout_s
-        self._store_timeout_s = store_timeout_s
         self._now = now
-        self._link = NamespaceLink(client, descriptor)
         self._ends: deque[CopyEnd] = deque()  # polled, not dealt with yet
         self._completions: deque[Completion] = deque()  # the same
         self._loads: dict[int, _Load] = {}  # by ticket
-        self._copied: deque[_Copied] = deque()  # commits to be sent
-        self._commits: dict[int, _Copied] = {}  # by ticket
+        self._storing: set[int] = set()  # sequences whose copy has begun: never to be dropped
         self._notices: deque[wire.Message] = deque()  # acks and releases to be sent
-        self._report = WorkerReport()
+        self._report = WorkerReport(rank)
         self._edges: Counter[str] = Counter()
         self._closed = False
-        self._link.renew()
 
     # -- hooks ----------------------------------------------------------------------------------
 
     def _step_failed(self, metadata: StepMetadata) -> None:
         """Nothing of the step will happen: say so, or the engine would wait for it."""
+        if metadata.settle_stores:
+            self._copies.settle_stores()
         begun = {load.job.request_id for load in self._loads.values()}
+        begun.update(result.request_id for result in self._report.loads)
         for job in metadata.loads:
             if job.request_id not in begun:
                 self._fail_load(job, Miss.UNKNOWN)
-        self._report.dropped.extend(job.sequence for job in metadata.stores)
+        jobs = [job for job in metadata.stores if job.group in self._writes]
+        self._drop([job for job in jobs if job.sequence not in self._storing])
 
     @hook(_step_failed)
     def start_step(self, metadata: StepMetadata) -> None:
+        if metadata.settle_stores:
+            self._copies.settle_stores()
+        if metadata.void_loads:
+            for load in self._loads.values():
+                load.void = True
         self._poll()
         for request_id in metadata.cancelled:
             self._cancel(request_id)
         for job in metadata.loads:
-            self._begin_load(job)
-        # Last: once a copy has begun, its slots must not be reported as dropped.
-        self._begin_stores(metadata.stores, metadata.arena_generation)
+            self._begin_load(job, metadata)
+        self._begin_stores(metadata)
 
     def _take_report(self) -> WorkerReport:
         """Nothing is waited for beyond its time, whether or not the store can be reached."""
         self._expire()
-        report, self._report = self._report, WorkerReport()
+        report, self._report = self._report, WorkerReport(self._rank)
         report.bytes_by_edge = dict(self._edges)
         self._edges.clear()
         return report
@@ -137,127 +150,147 @@ class OffloadWorker:
         for load in list(self._loads.values()):
             self._give_up(load, Miss.CANCELLED)
         try:
-            # Copies under way must end, and their commits and acks go out, before the arena is
-            # unmapped.
-            while self._closing_waits_for() and self._now() < deadline:
+            # Copies under way must end, and their acks go out, before the arena is unmapped.
+            while (self._copies.open_jobs or self._notices) and self._now() < deadline:
                 self._client.wait(0.002)
                 self._poll()
         finally:
             self._copies.close()
             self._client.close()
 
-    def _closing_waits_for(self) -> bool:
-        return bool(self._copies.open_jobs or self._copied or self._commits or self._notices)
-
     @property
     def ready(self) -> bool:
-        """A store answers, knows the namespace and gave its arena. Polls."""
+        """A store answers and gave its arena. Polls."""
         self._poll()
-        return self._link.handle is not None and self._client.arena is not None
+        return self._client.arena is not None
 
     # -- stores ---------------------------------------------------------------------------------
 
-    def _begin_stores(self, jobs: Sequence[StoreJob], arena_generation: int) -> None:
-        if not jobs:
+    def _begin_stores(self, metadata: StepMetadata) -> None:
+        jobs = [job for job in metadata.stores if job.group in self._writes]
+        arena, generation = self._client.arena, metadata.arena_generation
+        if arena is None or generation != self._client.arena_generation:
+            self._drop(jobs)  # slots of a store that is gone
             return
-        sequences = tuple(job.sequence for job in jobs)
-        arena = self._client.arena
-        if arena is None or arena_generation != self._client.arena_generation:
-            self._report.dropped.extend(sequences)  # slots of a store that is gone
-            return
-        self._copies.submit(
-            (arena_generation, sequences),
-            [job.block_id for job in jobs],
-            [job.offset for job in jobs],
-            to_device=False,
-            arena=arena,
-        )
+        shards = self._shards(metadata)
+        for group in self._writes:
+            mine = [job for job in jobs if job.group == group]
+            step = max(1, STORE_COPY_BYTES // self._copies.layouts[group].record_bytes)
+            for start in range(0, len(mine), step):
+                part = mine[start : start + step]
+                sequences = tuple(job.sequence for job in part)
+                self._copies.submit(
+                    (group, sequences),
+                    group,
+                    [job.block_id for job in part],
+                    [job.offset + shards[group] for job in part],
+                    to_device=False,
+                    arena=arena,
+                )
+                self._storing.update(sequences)
+
+    def _drop(self, jobs: Sequence[StoreJob]) -> None:
+        self._report.dropped.extend(job.sequence for job in jobs)
 
     def _store_copied(
-        self, arena_generation: int, sequences: tuple[int, ...], error: BaseException | None
+        self, group: int, sequences: tuple[int, ...], error: BaseException | None
     ) -> None:
+        self._storing.difference_update(sequences)
         if error is not None:
             self._report.dropped.extend(sequences)
             return
-        self._edges[TO_MEMORY] += len(sequences) * self._record_bytes
-        deadline_s = self._now() + self._store_timeout_s
-        self._copied.append(_Copied(sequences, arena_generation, deadline_s))
+        self._edges[TO_MEMORY] += len(sequences) * self._copies.layouts[group].record_bytes
+        self._report.copied.extend(sequences)
 
-    def _commit(self, copied: _Copied) -> None:
-        if copied.arena_generation != self._client.arena_generation:
-            # Another store answers by now: there the same numbers mean other slots.
-            self._report.dropped.extend(copied.sequences)
-            return
-        self._commits[self._client.submit(wire.Commit(copied.sequences))] = copied
-
-    def _settled(self, sequences: tuple[int, ...], message: wire.Message) -> None:
-        codes = message.codes if isinstance(message, wire.Settled) else b""
-        for number, sequence in enumerate(sequences):
-            done = number < len(codes) and codes[number] == 0
-            (self._report.stored if done else self._report.dropped).append(sequence)
+    def _shards(self, metadata: StepMetadata) -> tuple[int, ...]:
+        """Per group where this rank's shard begins in a record."""
+        if metadata.shard_offsets:
+            return metadata.shard_offsets[self._rank]
+        return (0,) * (1 + max(self._copies.layouts))
 
     # -- loads ----------------------------------------------------------------------------------
 
-    def _begin_load(self, job: LoadJob) -> None:
-        if self._link.handle is None or self._client.arena is None:
+    def _begin_load(self, job: LoadJob, metadata: StepMetadata) -> None:
+        other_arena = metadata.arena_generation != self._client.arena_generation
+        namespace = metadata.namespace
+        if not job.keys or namespace is None or other_arena or self._client.arena is None:
             self._fail_load(job, Miss.UNKNOWN)
             return
-        keys = tuple(pack_key(name, GROUP) for name in job.block_hashes)
-        ticket = self._client.submit(wire.LoadKeys(self._link.handle, keys))
+        ticket = self._client.submit(wire.LoadKeys(namespace, job.keys))
         deadline = self._now() + self._load_timeout_s
-        self._loads[ticket] = _Load(job, ticket, deadline, [None] * len(keys))
+        shards = self._shards(metadata)
+        self._loads[ticket] = _Load(job, ticket, deadline, shards, [None] * len(job.keys))
 
     def _fail_load(self, job: LoadJob, reason: Miss) -> None:
-        sources = (label(reason),) * len(job.block_hashes)
+        sources = (label(reason),) * len(job.block_ids)
         self._report.loads.append(LoadResult(job.request_id, 0, sources))
 
     def _load_answer(self, load: _Load, completion: Completion) -> None:
         message = completion.message
         if isinstance(message, wire.Batch):
-            self._begin_copy(load, message)
+            self._begin_copies(load, message)
         elif isinstance(message, wire.Failed):
             for position, reason in message.failures:
                 self._name(load, position, label(reason))
         else:  # Done, or the store is away: what is not named by now will not come
             reason = Miss.IO_ERROR if isinstance(message, wire.Failure) else Miss.UNKNOWN
+            copying = {position for batch in load.copying.values() for position, _ in batch.rows}
             for position in range(len(load.sources)):
-                if not any(position == p for rows in load.copying.values() for p, _ in rows):
+                if position not in copying:
                     self._name(load, position, label(reason))
         self._maybe_report(load)
 
-    def _begin_copy(self, load: _Load, message: wire.Batch) -> None:
+    def _begin_copies(self, load: _Load, message: wire.Batch) -> None:
         arena = self._client.arena
         if load.given_up or arena is None:
             self._notices.append(wire.Ack(load.ticket, message.batch))
             return
         rows = [(position, label(source)) for position, _, source, _ in message.granted]
-        load.copying[message.batch] = rows
-        started = False
+        parts: dict[int, list[tuple[int, int]]] = {}  # group -> (block, offset)
+        for position, _, _, offset in message.granted:
+            group = int.from_bytes(load.job.keys[position][-GROUP_BYTES:], "big")
+            if group in self._copies.layouts:  # else the layers of that group are other ranks'
+                row = (load.job.block_ids[position], offset + load.shards[group])
+                parts.setdefault(group, []).append(row)
+        load.copying[message.batch] = batch = _Batch(rows, len(parts))
+        submitted = 0
         try:
-            self._copies.submit(
-                (load.ticket, message.batch),
-                [load.job.block_ids[position] for position, _ in rows],
-                [offset for _, _, _, offset in message.granted],
-                to_device=True,
-                arena=arena,
-            )
-            started = True
+            for group, pairs in parts.items():
+                self._copies.submit(
+                    (load.ticket, message.batch),
+                    group,
+                    [block_id for block_id, _ in pairs],
+                    [offset for _, offset in pairs],
+                    to_device=True,
+                    arena=arena,
+                )
+                submitted += 1
         finally:
-            if not started:
-                self._batch_ended(load, message.batch, loaded=False)
+            if submitted < len(parts) or not parts:
+                batch.loaded = not parts
+                batch.parts = submitted  # those that have begun end first
+                self._maybe_end_batch(load, message.batch)
 
-    def _load_copied(self, ticket: int, batch: int, error: BaseException | None) -> None:
+    def _load_copied(self, ticket: int, number: int, error: BaseException | None) -> None:
         load = self._loads.get(ticket)
-        if load is None or batch not in load.copying:
+        batch = load.copying.get(number) if load is not None else None
+        if load is None or batch is None:
             return
-        if error is None:
-            self._edges[TO_DEVICE] += len(load.copying[batch]) * self._record_bytes
-        self._batch_ended(load, batch, loaded=error is None)
+        batch.parts -= 1
+        batch.loaded = batch.loaded and error is None
+        self._maybe_end_batch(load, number)
 
-    def _batch_ended(self, load: _Load, batch: int, *, loaded: bool) -> None:
-        self._notices.append(wire.Ack(load.ticket, batch))
-        for position, source in load.copying.pop(batch):
-            self._name(load, position, source if loaded else label(Miss.IO_ERROR))
+    def _maybe_end_batch(self, load: _Load, number: int) -> None:
+        batch = load.copying[number]
+        if batch.parts:
+            return
+        del load.copying[number]
+        self._notices.append(wire.Ack(load.ticket, number))
+        for position, source in batch.rows:
+            self._name(load, position, source if batch.loaded else label(Miss.IO_ERROR))
+            group = int.from_bytes(load.job.keys[position][-GROUP_BYTES:], "big")
+            if batch.loaded and group in self._copies.layouts:
+                self._edges[TO_DEVICE] += self._copies.layouts[group].record_bytes
         self._maybe_report(load)
 
     @staticmethod
@@ -270,8 +303,10 @@ class OffloadWorker:
             return
         del self._loads[load.ticket]
         sources = tuple(source or label(Miss.UNKNOWN) for source in load.sources)
+        if load.void:
+            sources = (label(Miss.RESET),) * len(sources)
         loaded = 0
-        while loaded < len(sources) and sources[loaded] in ("memory", "disk", "remote"):
+        while loaded < len(sources) and sources[loaded] in TIERS:
             loaded += 1
         self._report.loads.append(LoadResult(load.job.request_id, loaded, sources))
 
@@ -286,18 +321,12 @@ class OffloadWorker:
         for load in list(self._loads.values()):
             if now > load.deadline_s and not load.given_up:
                 self._give_up(load, Miss.TIMEOUT)
-        while self._copied and now > self._copied[0].deadline_s:
-            self._report.dropped.extend(self._copied.popleft().sequences)
-        for ticket, copied in list(self._commits.items()):
-            if now > copied.deadline_s:
-                del self._commits[ticket]
-                self._report.dropped.extend(copied.sequences)
 
     def _give_up(self, load: _Load, reason: Miss) -> None:
         """No new copies; those that have started end first."""
         load.given_up = True
         self._notices.append(wire.Release(load.ticket))
-        copying = {position for rows in load.copying.values() for position, _ in rows}
+        copying = {position for batch in load.copying.values() for position, _ in batch.rows}
         for position in range(len(load.sources)):
             if position not in copying:
                 self._name(load, position, label(reason))
@@ -313,20 +342,13 @@ class OffloadWorker:
         self._take_all()  # what an earlier fault left here belongs to the arena of that time
         self._completions.extend(self._client.poll())
         self._take_all()
-        self._link.renew()
-        self._send()
+        while self._notices:
+            self._client.notify(self._notices[0])
+            self._notices.popleft()
 
     def _take_all(self) -> None:
         while self._completions:
             self._take(self._completions.popleft())
-
-    def _send(self) -> None:
-        while self._notices:
-            self._client.notify(self._notices[0])
-            self._notices.popleft()
-        while self._copied:
-            self._commit(self._copied[0])
-            self._copied.popleft()
 
     def _copy_ended(self, end: CopyEnd) -> None:
         tag = end.tag
@@ -337,15 +359,8 @@ class OffloadWorker:
             self._store_copied(tag[0], tag[1], end.error)
 
     def _take(self, completion: Completion) -> None:
-        if self._link.take(completion):
-            return
         load = self._loads.get(completion.ticket)
         if load is not None:
             self._load_answer(load, completion)
-            return
-        copied = self._commits.get(completion.ticket)
-        if copied is not None:
-            self._settled(copied.sequences, completion.message)
-            del self._commits[completion.ticket]
         elif isinstance(completion.message, wire.Batch):  # of a load that was reported as given up
             self._notices.append(wire.Ack(completion.ticket, completion.message.batch))

@@ -11,8 +11,10 @@ import torch
 
 from ebbtide.allocator import none_hash
 from ebbtide.connectors.client import Client, LocalClient, SocketClient
+from ebbtide.connectors.offload.groups import KVGroups
 from ebbtide.connectors.offload.scheduler import OffloadScheduler, SchedulerBounds
 from ebbtide.connectors.offload.worker import LOAD_TIMEOUT_S, OffloadWorker
+from ebbtide.connectors.reference.device_pool import GROUP, ReferencePool
 from ebbtide.errors import EbbtideError, TierUnavailableError
 from ebbtide.kernels.layout import PagedLayout
 from ebbtide.tiers.device import DeviceCopies
@@ -107,15 +109,12 @@ def _attach(
     descriptor = describe(engine, layout).pairs()
     scheduler = OffloadScheduler(
         control,
-        engine.pool,
+        ReferencePool(engine.pool, engine.being_computed),
         descriptor=descriptor,
-        block_size=engine.kv.block_size,
-        record_bytes=layout.record_bytes,
+        groups=KVGroups.single(engine.kv.block_size, layout.record_bytes),
         bounds=bounds,
     )
-    worker = OffloadWorker(
-        data, DeviceCopies(layout), descriptor=descriptor, load_timeout_s=load_timeout_s
-    )
+    worker = OffloadWorker(data, DeviceCopies({GROUP: layout}), load_timeout_s=load_timeout_s)
     halves = Halves(scheduler, worker)
     try:
         _wait_until_ready(halves, control)

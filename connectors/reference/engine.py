@@ -9,7 +9,14 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from ebbtide.allocator import DEFAULT_ALGORITHM, BlockPool, KVCacheManager, Request
+from ebbtide.allocator import (
+    DEFAULT_ALGORITHM,
+    BlockPool,
+    KVCacheManager,
+    Request,
+    pack_key,
+)
+from ebbtide.connectors.reference.device_pool import GROUP
 from ebbtide.connectors.reference.runner import Part, Runner
 from ebbtide.connectors.reference.scheduler import Scheduled, Scheduler
 from ebbtide.connectors.reference.sequence import RequestOutput, Sequence
@@ -80,6 +87,7 @@ class Engine:
             self.kv, max_batched_tokens=max_batched_tokens, max_running=max_running
         )
         self.last_step_tokens = 0
+        self.being_computed: set[int] = set()  # blocks that have their hash before their content
         self.hash_algorithm = hash_algorithm
         self._worker_half: WorkerHalf | None = None
         self._newly_full: list[tuple[int, bytes]] = []
@@ -172,13 +180,16 @@ class Engine:
             raise MisuseError("the engine is closed")
         scheduled = self.scheduler.schedule()
         self.last_step_tokens = sum(part.num_tokens for part in scheduled)
+        cached = self.kv.take_newly_cached()
+        self.being_computed.update(block_id for block_id, _ in cached)
         self._start_copies()
         outputs = self._run(scheduled) if scheduled else []
+        self.being_computed.clear()
         half, worker = self.scheduler.half, self._worker_half
         if half is not None and worker is not None:
             self.scheduler.loads_ended(half.on_report(worker.finish_step()))
         # Cached when scheduled, computed by now: the next step may offer these blocks for storing.
-        self._newly_full = self.kv.take_newly_cached()
+        self._newly_full = cached + self.kv.take_newly_cached()
         return outputs
 
     def generate(
@@ -239,7 +250,7 @@ class Engine:
             return
         blocks = self.pool.blocks
         offered = [
-            BlockRef(block_id, block_hash)
+            BlockRef(block_id, pack_key(block_hash, GROUP))
             for block_id, block_hash in self._newly_full
             if blocks[block_id].block_hash == block_hash  # else this step's schedule took it
         ]

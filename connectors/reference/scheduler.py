@@ -176,7 +176,7 @@ class Scheduler:
             sequence.admitted(hit.num_tokens)
             if self.half is not None:
                 table = self.kv.get_block_ids(request.request_id)
-                self.half.on_allocated(request.request_id, table, hit.num_tokens, external)
+                self.half.on_allocated(request.request_id, [table], hit.num_tokens, external)
             if external:
                 sequence.load_start_tokens = hit.num_tokens
                 self.loading[request.request_id] = sequence

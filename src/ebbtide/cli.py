@@ -52,7 +52,8 @@ class VerbModule(Protocol):
 VERBS = {
     "demo": Verb("ebbtide.bench.demo", "show blocks ebb and flow on this machine"),
     "serve": Verb("ebbtide.connectors.serve", "run a store that several engines share"),
-    "config": Verb("ebbtide.config_cli", "check a configuration, or show the effective one"),
+    "config": Verb("ebbtide.config_cli", "check, show or write a configuration"),
+    "doctor": Verb("ebbtide.doctor", "look for what would keep a set-up from working"),
     "bench": Verb("ebbtide.bench.cli", "measure tiers and offloading"),
     "replay": Verb("ebbtide.bench.replay", "run a recorded trace through the policies"),
 }

@@ -23,7 +23,9 @@ import msgspec
 from ebbtide.config_checks import (
     capacity_table,
     check_consistent,
+    check_disk_fits,
     check_fits,
+    check_memory_fits,
     check_record_fits,
 )
 from ebbtide.config_schema import (
@@ -31,6 +33,7 @@ from ebbtide.config_schema import (
     FIELDS,
     SECTIONS,
     Config,
+    ConnectorConfig,
     DiskConfig,
     Field,
     Kind,
@@ -42,6 +45,7 @@ from ebbtide.sizes import exact_duration, exact_size, parse_duration, parse_size
 
 __all__ = [
     "Config",
+    "ConnectorConfig",
     "DiskConfig",
     "Door",
     "LimitsConfig",
@@ -50,7 +54,9 @@ __all__ = [
     "Origin",
     "capacity_table",
     "check_consistent",
+    "check_disk_fits",
     "check_fits",
+    "check_memory_fits",
     "check_record_fits",
     "load_config",
     "written_value",
@@ -101,9 +107,9 @@ class _Given(NamedTuple):
 
 def _unknown(prefix: str, key: str, known: Iterable[str], origin: Origin) -> NoReturn:
     """Refuse `prefix + key`, and name the nearest of `known`, which are spelled without prefix."""
-    close = [prefix + name for name in difflib.get_close_matches(key, known, n=1)]
-    if not close:  # the right key in the wrong section
-        close = [path for path in FIELDS if path.rpartition(".")[2] == key]
+    # First the right key in the wrong section, then one that is spelled alike.
+    close = [path for path in FIELDS if path.rpartition(".")[2] == key]
+    close += [prefix + name for name in difflib.get_close_matches(key, known, n=1)]
     hint = f"Did you mean {close[0]!r}?" if close else f"Known are {', '.join(sorted(known))}"
     raise ConfigError(f"unknown key {prefix + key!r}", next_step=hint, door=origin)
 

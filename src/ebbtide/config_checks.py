@@ -14,6 +14,7 @@ from ebbtide.config_schema import (
     SLOT_ALIGNMENT,
     Config,
     DiskConfig,
+    MemoryConfig,
 )
 from ebbtide.errors import ConfigError
 from ebbtide.machine import available_memory_bytes, free_disk_bytes, used_disk_bytes
@@ -22,8 +23,7 @@ from ebbtide.sizes import exact_size, format_size, round_up
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-# sun_path holds 108 bytes, the last of them a NUL.
-SOCKET_PATH_MAX = 107  # sun_path, without its NUL
+SOCKET_PATH_MAX = 107  # sun_path holds 108 bytes, the last of them a NUL
 
 
 def _check_absolute(path: str, name: str) -> None:
@@ -81,7 +81,19 @@ def disk_room_bytes(path: str) -> int:
     return free_disk_bytes(path) + used_disk_bytes(path)
 
 
-def _check_disk_fits(disk: DiskConfig, room: int) -> None:
+def check_memory_fits(memory: MemoryConfig, available: int) -> None:
+    """Raise `ConfigError` when the arena is larger than `available` bytes of system RAM."""
+    if memory.capacity_bytes > available:
+        raise ConfigError(
+            f"memory.capacity is {format_size(memory.capacity_bytes)}, but "
+            f"{format_size(available)} of system RAM (not GPU memory) can be had here, the "
+            "cgroup's limit included",
+            next_step="Lower memory.capacity; it is the total of all ranks, not a share",
+        )
+
+
+def check_disk_fits(disk: DiskConfig, room: int) -> None:
+    """Raise `ConfigError` when the disk tier is larger than `room` bytes (`disk_room_bytes`)."""
     if disk.capacity_bytes > room:
         raise ConfigError(
             f"disk.capacity is {format_size(disk.capacity_bytes)}, but the file system of the "
@@ -102,15 +114,9 @@ def check_fits(
     `available_memory` and `disk_room` say what the machine has, in bytes; tests give their own.
     """
     check_consistent(config)
-    capacity, available = config.memory.capacity_bytes, available_memory()
-    if capacity > available:
-        raise ConfigError(
-            f"memory.capacity is {format_size(capacity)}, but {format_size(available)} of system "
-            "RAM (not GPU memory) can be had here, the cgroup's limit included",
-            next_step="Lower memory.capacity; it is the total of all ranks, not a share",
-        )
+    check_memory_fits(config.memory, available_memory())
     if config.disk is not None:
-        _check_disk_fits(config.disk, disk_room(config.disk.path))
+        check_disk_fits(config.disk, disk_room(config.disk.path))
 
 
 def check_record_fits(config: Config, record_bytes: int) -> None:

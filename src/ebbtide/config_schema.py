@@ -22,6 +22,15 @@ SLOT_ALIGNMENT = 4096
 MEMORY_CAPACITY_MIN = 4 * SLOT_ALIGNMENT
 DISK_CAPACITY_MIN = 16 * MIB
 
+# What vLLM's own flags have to say, so that it finds the connector and survives a failed load.
+VLLM_CONNECTOR = "EbbtideConnector"
+VLLM_MODULE_PATH = "ebbtide.connectors.vllm"
+VLLM_ROLES = ("kv_both", "kv_producer", "kv_consumer")
+VLLM_LOAD_FAILURE_POLICY = "recompute"
+VLLM_FIRST = (0, 30)
+VLLM_BELOW = (0, 33)  # to the one before this
+VLLM_HASH_FLAG = "--prefix-caching-hash-algo sha256_cbor"
+
 
 def written_name(name: str) -> str:
     """Return how the field `name` is spelled in a configuration: without its unit."""
@@ -110,6 +119,46 @@ class LimitsConfig(Section, frozen=True, kw_only=True):
     ] = 128 * MIB
 
 
+class ConnectorConfig(Section, frozen=True, kw_only=True):
+    """What the halves in an engine do. The store reads none of it."""
+
+    stores: Annotated[
+        Literal["eager", "lazy"],
+        Meta(description="Eager: each block as it fills. Lazy: what the device soon reuses."),
+    ] = "eager"
+    prompt_only: Annotated[
+        bool, Meta(description="Store only blocks of the prompt, never generated ones.")
+    ] = False
+    always_load: Annotated[
+        bool, Meta(description="Load every hit, also one that seems slower than computing it.")
+    ] = False
+    compute_margin_ratio: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=10,
+            description="Load when it should take at most this share of the time to compute.",
+        ),
+    ] = 0.9
+    store_budget_bytes: Annotated[
+        int, Meta(ge=1, description="Most bytes that one engine step hands over to be stored.")
+    ] = 64 * MIB
+    load_timeout_s: Annotated[
+        float, Meta(gt=0, description="Time after which what has not begun to load is computed.")
+    ] = 10.0
+    store_timeout_s: Annotated[
+        float, Meta(gt=0, description="Time after which a store that got no answer is given up.")
+    ] = 5.0
+    weights_revision: Annotated[
+        # An empty name would make all weights equal.
+        Annotated[str, Meta(min_length=1, max_length=200)] | None,
+        Meta(
+            description="Your own name of the weights' content, kept after a reset; "
+            "unset: their files are hashed."
+        ),
+    ] = None
+
+
 class Config(Section, frozen=True, kw_only=True):
     """The whole configuration, resolved: sizes in bytes, durations in seconds."""
 
@@ -120,6 +169,7 @@ class Config(Section, frozen=True, kw_only=True):
     ] = None
     disk: DiskConfig | None = None
     limits: LimitsConfig = LimitsConfig()
+    connector: ConnectorConfig = ConnectorConfig()
 
 
 class Kind(Enum):
@@ -145,6 +195,7 @@ SECTIONS: Mapping[str, type[Section]] = {
     "memory": MemoryConfig,
     "disk": DiskConfig,
     "limits": LimitsConfig,
+    "connector": ConnectorConfig,
 }
 
 

@@ -63,6 +63,16 @@ def test_the_defaults_are_those_of_the_design() -> None:
         "connections_max": 256,
         "write_queue_bytes": 128 * MIB,
     }
+    assert msgspec.structs.asdict(config.connector) == {
+        "stores": "eager",
+        "prompt_only": False,
+        "always_load": False,
+        "compute_margin_ratio": 0.9,
+        "store_budget_bytes": 64 * MIB,
+        "load_timeout_s": 10.0,
+        "store_timeout_s": 5.0,
+        "weights_revision": None,
+    }
     assert config.socket is None
 
 
@@ -113,6 +123,26 @@ def test_doors_have_a_fixed_precedence_and_every_origin_is_kept(tmp_path: Path) 
     assert str(origins["socket"]) == f"file {file}"
     assert origins["limits.lookup_timeout"].door is Door.DEFAULT
     assert str(origins["memory.load_window"]) == "default min(memory.capacity / 4, 256MiB)"
+
+
+def test_the_connector_is_set_through_every_door(tmp_path: Path) -> None:
+    file = tmp_path / "ebbtide.toml"
+    file.write_text('[connector]\nstores = "lazy"\nprompt_only = true\nload_timeout = "1m"\n')
+    environ = {
+        "EBBTIDE_CONNECTOR__PROMPT_ONLY": "false",
+        "EBBTIDE_CONNECTOR__COMPUTE_MARGIN_RATIO": "2.5",
+        "EBBTIDE_CONNECTOR__STORE_BUDGET": "1MiB",
+    }
+    extra = MEMORY | {"connector": {"store_budget": "2MiB", "weights_revision": "r7"}}
+    connector = load_config(extra, environ, file).config.connector
+    assert (connector.stores, connector.prompt_only, connector.load_timeout_s) == (
+        "lazy",
+        False,
+        60.0,
+    )
+    assert connector.compute_margin_ratio == 2.5
+    assert connector.store_budget_bytes == 2 * MIB
+    assert connector.weights_revision == "r7"
 
 
 def test_the_named_file_wins_over_the_variable(tmp_path: Path) -> None:
@@ -173,6 +203,11 @@ def test_units_are_in_the_names_of_all_fields_that_have_one() -> None:
         "disk.write_threads",
         "limits.ghost_entries",
         "limits.connections_max",
+        "connector.stores",
+        "connector.prompt_only",
+        "connector.always_load",
+        "connector.compute_margin_ratio",
+        "connector.weights_revision",
     }
     assert set(DERIVED) <= set(FIELDS)
 
@@ -191,6 +226,9 @@ def test_units_are_in_the_names_of_all_fields_that_have_one() -> None:
         ({"memory": "8GiB"}, "memory is not a table"),
         ({"disk": None}, "disk is not a table"),
         ({7: 1}, "unknown key '7'"),
+        ({"connector": {"store": "lazy"}}, "Did you mean 'connector.stores'?"),
+        ({"conector": {"stores": "lazy"}}, "Did you mean 'connector'?"),
+        ({"prompt_only": True}, "Did you mean 'connector.prompt_only'?"),
     ],
 )
 def test_p86_an_unknown_key_is_an_error_with_the_nearest_name(
@@ -232,6 +270,14 @@ def test_p86_an_unknown_key_is_an_error_in_every_door(tmp_path: Path) -> None:
         ({"memory": {"populate": 1}}, "memory.populate: Expected `bool`"),
         ({"memory": {"load_reserve_ratio": 0.9}}, "memory.load_reserve_ratio: Expected"),
         ({"socket": 1}, "socket: Expected `str | null`"),
+        ({"connector": {"stores": "later"}}, "connector.stores: Invalid enum value 'later'"),
+        ({"connector": {"compute_margin_ratio": 0}}, "connector.compute_margin_ratio: Expected"),
+        ({"connector": {"compute_margin_ratio": 10.1}}, "connector.compute_margin_ratio: Expected"),
+        ({"connector": {"store_budget": 64}}, "connector.store_budget: 64 is not a size"),
+        ({"connector": {"store_budget": "0B"}}, "connector.store_budget: Expected `int` >= 1"),
+        ({"connector": {"load_timeout": "10"}}, "connector.load_timeout: duration '10' has no"),
+        ({"connector": {"store_timeout": "0s"}}, "connector.store_timeout: Expected `float` > 0"),
+        ({"connector": {"weights_revision": ""}}, "connector.weights_revision: Expected `str`"),
     ],
 )
 def test_p86_a_wrong_type_names_path_and_door(extra: dict[str, object], problem: str) -> None:

@@ -1,0 +1,51 @@
+"""The reference engine's block pool, as the halves see it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ebbtide.allocator import pack_key
+from ebbtide.connectors.seam import BlockRef
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence, Set
+
+    from ebbtide.allocator import BlockPool
+
+GROUP = 0  # the engine has one KV group
+
+
+class ReferencePool:
+    """Implements `ebbtide.connectors.offload.device_pool.DevicePool`.
+
+    The pool knows a block's hash from the moment at which its last token is scheduled, and its
+    content is there when that step has run: until then the block is in `being_computed`, which the
+    engine keeps. It never preempts a sequence that is in the step already.
+    """
+
+    def __init__(self, pool: BlockPool, being_computed: Set[int] = frozenset()) -> None:
+        self._pool = pool
+        self._being_computed = being_computed
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._pool.blocks)
+
+    def content(self, block_id: int) -> bytes | None:
+        block_hash = self._pool.blocks[block_id].block_hash
+        if block_hash is None or block_id in self._being_computed:
+            return None
+        return pack_key(block_hash, GROUP)
+
+    def next_to_go(self, limit: int) -> list[BlockRef]:
+        return [
+            BlockRef(block.block_id, pack_key(block.block_hash, GROUP))
+            for block in self._pool.peek_free(limit)
+            if block.block_hash is not None
+        ]
+
+    def pin(self, block_ids: Sequence[int]) -> None:
+        self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
+
+    def unpin(self, block_ids: Sequence[int]) -> None:
+        self._pool.free([self._pool.blocks[block_id] for block_id in reversed(block_ids)])

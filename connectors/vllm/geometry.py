@@ -1,0 +1,80 @@
+"""How the ranks of one engine share a record: whose shard begins where, and who writes it.
+
+A record holds the shards of all ranks side by side, pipeline stages first, then tensor-parallel
+shards. Ranks that hold replicas share one shard, and the first of them writes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ebbtide.connectors.offload.groups import KVGroup, KVGroups
+from ebbtide.connectors.vllm.cache_groups import taking_part, window_of
+from ebbtide.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from ebbtide.connectors.vllm.metadata import Handshake
+
+Rank = tuple[int, int]  # pipeline stage, tensor-parallel rank
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What the scheduler half needs to know of all ranks together."""
+
+    groups: KVGroups
+    ranks: int
+    writers: dict[int, int]  # by group number
+    shard_offsets: tuple[tuple[int, ...], ...]  # by rank, then by group number
+
+    @classmethod
+    def of(cls, config: KVCacheConfig, handshakes: Mapping[Rank, Handshake]) -> Geometry:
+        """Raises ConfigError when ranks contradict each other."""
+        numbers = taking_part(config)
+        places = sorted(handshakes)
+        offsets = {place: [0] * (1 + max(numbers)) for place in places}
+        writers: dict[int, int] = {}
+        sizes: dict[int, int] = {}
+        for number in numbers:
+            end = 0
+            for stage, tp_rank in places:
+                shard = handshakes[stage, tp_rank].shards.get(number)
+                if shard is None:
+                    continue
+                first = tp_rank - tp_rank % shard.replicas
+                if tp_rank == first:
+                    offsets[stage, tp_rank][number] = end
+                    end += shard.record_bytes
+                    writers[number] = writers.get(number, 0) + 1
+                else:
+                    _check_alike(number, shard.record_bytes, handshakes[stage, first], tp_rank)
+                    offsets[stage, tp_rank][number] = offsets[stage, first][number]
+            sizes[number] = end
+        groups = [
+            KVGroup(number, spec.block_size, sizes[number], window_of(spec))
+            for number in numbers
+            for spec in (config.kv_cache_groups[number].kv_cache_spec,)
+        ]
+        hash_block_size = config.hash_block_size or min(group.block_size for group in groups)
+        return cls(
+            KVGroups(groups, hash_block_size),
+            len(places),
+            writers,
+            tuple(tuple(offsets[place]) for place in places),
+        )
+
+
+def _check_alike(number: int, record_bytes: int, first: Handshake, tp_rank: int) -> None:
+    shard = first.shards.get(number)
+    if shard is None or shard.record_bytes != record_bytes:
+        raise ConfigError(
+            "Ranks that should hold the same KV heads have blocks of different sizes",
+            next_step="Choose a --tensor-parallel-size that the number of KV heads divides.",
+            group=number,
+            tp_rank=tp_rank,
+        )

@@ -1,0 +1,65 @@
+"""Other shapes of cache: several KV-cache groups that share bytes, and a latent instead of K, V."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.engine.counters import assert_counters_add_up
+from tests.engine.in_process import Engine
+from tests.engine.prompts import assert_mostly_different, prompt, tokens_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.engine.conftest import Plain, Tiers
+    from tests.engine.models import Models
+
+USERS = [prompt(20 + seed, 1024) for seed in range(3)]
+ROOM = 600  # device blocks for everything, in vLLM without a connector
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "restored_each"),
+    [
+        # Six groups: a prompt takes 33 blocks of the full group and a window's of each other.
+        pytest.param("gemma", {"blocks": 250}, 992, id="sliding_windows"),
+        # The CPU's kernel for latents has blocks of 16 tokens.
+        pytest.param("mla", {"blocks": 100, "block_size": 16, "max_model_len": 1152}, 1008, id="mla"),
+    ],
+)
+@pytest.mark.parametrize("disk", [False, True], ids=["memory", "disk"])
+def test_answers_stay_the_same(
+    models: Models,
+    plain: Plain,
+    tiers: Tiers,
+    zeros_restored: Callable[[], None],
+    model: str,
+    flags: dict[str, Any],
+    restored_each: int,
+    disk: bool,
+) -> None:
+    # Latents are attended to by other sums when a prompt's start is known, so the last tokens'
+    # bits differ: what is restored must equal what vLLM finds on the device.
+    expected = plain(USERS * 2, model, **{**flags, "blocks": ROOM})
+    assert [answer.cached_tokens for answer in expected] == [0] * 3 + [restored_each] * 3
+    engine = Engine(models[model], transfer=tiers(disk=disk), **flags)
+    first = engine.one_by_one(USERS)
+    if disk:
+        engine.close()
+        engine = Engine(models[model], transfer=tiers(), **flags)
+    else:
+        assert engine.reset()
+    with engine:
+        again = engine.one_by_one(USERS)
+        counters = engine.counters()
+        assert engine.reset()
+        zeros_restored()
+        control = engine.one_by_one(USERS)
+    assert tokens_of(first) == tokens_of(expected[:3])
+    assert tokens_of(again) == tokens_of(expected[3:])
+    assert [answer.cached_tokens for answer in again] == [restored_each] * 3
+    assert counters.restored_from("disk" if disk else "memory") >= 3 * restored_each
+    assert_counters_add_up(counters, requests=3 if disk else 6)
+    assert_mostly_different(expected[3:], control)

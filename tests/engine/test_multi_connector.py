@@ -1,0 +1,42 @@
+"""Beside another connector, under vLLM's own that combines several."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tests.engine.counters import assert_counters_add_up
+from tests.engine.in_process import Engine
+from tests.engine.prompts import LONG_RESTORED, prompt, tokens_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.engine.conftest import Plain, Tiers
+    from tests.engine.models import Models
+
+USERS = [prompt(seed) for seed in range(2)]
+
+
+def test_the_first_of_two_connectors_restores(
+    models: Models, plain: Plain, tiers: Tiers, tmp_path: Path
+) -> None:
+    other = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "other")},
+    }
+    both = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [tiers(disk=False), other]},
+    }
+    with Engine(models["llama"], transfer=both) as engine:
+        first = engine.one_by_one(USERS)
+        again = engine.one_by_one(USERS)
+        counters = engine.counters()
+    assert tokens_of(first + again) == tokens_of(plain(USERS) * 2)
+    assert [answer.cached_tokens for answer in again] == [LONG_RESTORED] * 2
+    assert counters.restored_from("memory") == 2 * LONG_RESTORED
+    assert_counters_add_up(counters, requests=4)
+    assert list((tmp_path / "other").iterdir()), "the other connector stored nothing"
