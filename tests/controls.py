@@ -15,6 +15,7 @@ from ebbtide.config import load_config
 from ebbtide.connectors.offload.scheduler import SchedulerBounds
 from ebbtide.connectors.reference import Engine, ModelConfig
 from ebbtide.connectors.reference.connect import attach_local
+from ebbtide.connectors.reference.device_pool import GROUP
 from ebbtide.kernels.copy import gather
 from ebbtide.kernels.layout import PagedLayout
 from ebbtide.sizes import exact_size
@@ -220,7 +221,7 @@ class Rig:
 
     def device_bytes(self, hashes: Sequence[bytes]) -> list[bytes]:
         """What the device holds under these names, b"" for nothing."""
-        layout = self.worker._copies.layout
+        layout = self.worker._copies.layouts[GROUP]
         found = []
         for block_hash in hashes:
             block = self.engine.pool.get_cached_block(block_hash)

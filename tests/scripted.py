@@ -121,7 +121,10 @@ class Bench:
         return list(request.block_hashes)
 
     def held(self, codes: Sequence[int]) -> None:
-        self.client.answer(wire.Lookup, wire.States(bytes(codes)))
+        """Answer the oldest lookup: one code per key, group by group."""
+        asked = self.client.answer(wire.Lookup, wire.States(bytes(codes)))
+        assert isinstance(asked, wire.Lookup)
+        assert len(asked.keys) == len(codes)
 
     def fill(self, count: int, seed: int = 0) -> list[BlockRef]:
         """`count` device blocks full of content, referenced by a request that is still running."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 GROUP_BYTES = 4  # of a packed key's end
+NULL_BLOCK = 0  # nobody's device block
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,29 @@ class KVGroups:
         last = pack_key(block_hashes[end * step - 1], group.number)  # checks; the others are alike
         suffix = last[-GROUP_BYTES:]
         return [block_hashes[i * step - 1] + suffix for i in range(first + 1, end)] + [last]
+
+    def all_keys(self, block_hashes: Sequence[bytes], tokens: int) -> list[list[bytes]]:
+        """Per group the keys of the first `tokens` tokens."""
+        return [self.keys(group, block_hashes, 0, tokens // group.block_size) for group in self.all]
+
+    @property
+    def unit_bytes(self) -> int:
+        """The records of all groups for one unit of a prefix."""
+        return sum(self.alignment // g.block_size * g.record_bytes for g in self.all)
+
+    def places(
+        self, block_ids: Sequence[Sequence[int]], start: int, end: int
+    ) -> list[tuple[KVGroup, int, int]]:
+        """(group, number in the chain, device block) of all between two tokens, tables per group.
+
+        Without those that no block holds: a window has passed them.
+        """
+        return [
+            (group, block, table[block])
+            for group, table in zip(self.all, block_ids, strict=True)
+            for block in range(start // group.block_size, end // group.block_size)
+            if table[block] != NULL_BLOCK
+        ]
 
     def askable_tokens(self, tokens: int) -> int:
         """Of `tokens`, how many one lookup can ask for, cut to whole blocks of every group."""

@@ -11,6 +11,7 @@ from ebbtide.tiers.reasons import Miss, label
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from ebbtide.connectors.offload.load_or_compute import Choice
     from ebbtide.connectors.seam import LoadJob
 
 TIERS = ("memory", "disk", "remote")  # the fastest first
@@ -30,6 +31,8 @@ class Load:
     whole_request: bool = False
     sources: list[str] = field(default_factory=list)  # the worst that a rank reported, per block
     expected: dict[str, int] = field(default_factory=dict)  # tokens by tier, as looked up
+    choice: Choice | None = None  # that asked for it
+    started_s: float = 0.0
 
     def add(self, sources: Sequence[str]) -> None:
         """One rank's result: a tier or a reason per block."""

@@ -11,13 +11,14 @@ with several KV groups the smallest length at which all of them end a block.
 from __future__ import annotations
 
 import time
-from collections import deque
-from dataclasses import dataclass, field, replace
+from collections import Counter, deque
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ebbtide.connectors import protocol as wire
+from ebbtide.connectors.offload.asked import LOADABLE, Asked, Offer
 from ebbtide.connectors.offload.demotions import Demotions, SchedulerBounds
-from ebbtide.connectors.offload.load import Load
+from ebbtide.connectors.offload.load import TIERS, Load
 from ebbtide.connectors.offload.namespace_link import NamespaceLink
 from ebbtide.connectors.offload.tally import RequestTally, Tally
 from ebbtide.connectors.seam import LoadJob, LoadResult, StepMetadata
@@ -30,31 +31,12 @@ if TYPE_CHECKING:
     from ebbtide.connectors.client import Client, Completion
     from ebbtide.connectors.offload.device_pool import DevicePool
     from ebbtide.connectors.offload.groups import KVGroup, KVGroups
+    from ebbtide.connectors.offload.load_or_compute import LoadOrCompute
     from ebbtide.connectors.seam import BlockRef, WorkerReport
 
 __all__ = ["OffloadScheduler", "SchedulerBounds"]
 
-LOADABLE = frozenset({Place.MEMORY, Place.DISK, Place.REMOTE})
 FIRST_REASON = min(Miss)  # codes below it are places
-NULL_BLOCK = 0
-
-
-@dataclass(slots=True)
-class _Asked:
-    """What is known of one request."""
-
-    block_hashes: Sequence[bytes]
-    prompt_tokens: int
-    tally: RequestTally
-    asked_at_s: float
-    keys: list[list[bytes]] = field(default_factory=list)  # per group, of the lookup
-    limit_tokens: int = 0  # what the lookup covers, and a load may bring
-    ticket: int = 0  # of the lookup under way
-    states: list[bytes] | None = None  # per group
-    lost: bool = False  # the lookup failed: not asked again before the next admission
-    load_failed: bool = False  # once is enough: the rest is computed
-    counted: bool = False  # admitted once: what was not loaded then is in the tally
-    complete: bool = False  # what was loaded then, too, and all of it in the totals
 
 
 class OffloadScheduler:
@@ -73,10 +55,12 @@ class OffloadScheduler:
         bounds: SchedulerBounds | None = None,
         lazy: bool = False,
         pending: bool = False,
+        chooser: LoadOrCompute | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`ranks` worker halves report each step. `writers`: per group how many of them copy a
         block down. `shard_offsets`: see `StepMetadata`. `pending`: the descriptor is not final.
+        Without a `chooser` every hit is loaded.
         """
         self.tally = Tally()
         self.faults = FaultLog()
@@ -86,6 +70,7 @@ class OffloadScheduler:
         self._ranks = ranks
         self._shard_offsets = shard_offsets
         self._bounds = bounds or SchedulerBounds()
+        self._chooser = chooser
         self._now = now
         self._link = NamespaceLink(client, descriptor, pending=pending)
         self._demotions = Demotions(
@@ -100,7 +85,7 @@ class OffloadScheduler:
             now=now,
         )
         self._completions: deque[Completion] = deque()  # polled, not dealt with yet
-        self._requests: dict[str, _Asked] = {}
+        self._requests: dict[str, Asked] = {}
         self._lookups: dict[int, str] = {}  # ticket -> request
         self._loads: dict[str, Load] = {}  # under way in the workers
         self._new_loads: list[LoadJob] = []
@@ -117,7 +102,7 @@ class OffloadScheduler:
         self, request_id: str, block_hashes: Sequence[bytes], prompt_tokens: int
     ) -> None:
         tally = RequestTally(prompt_tokens, self._groups.alignment)
-        asked = _Asked(block_hashes, prompt_tokens, tally, self._now())
+        asked = Asked(self._groups, block_hashes, prompt_tokens, tally, self._now())
         self._requests[request_id] = asked
         self._poll()
         self._ask(request_id, asked)
@@ -131,8 +116,8 @@ class OffloadScheduler:
         if asked is None:
             return 0
         if num_tokens > asked.prompt_tokens and asked.counted:
-            self._lengthen(asked, num_tokens)
-        if local_tokens >= self._loadable_tokens(asked) or asked.load_failed:
+            asked.lengthen(num_tokens)
+        if local_tokens >= asked.loadable_tokens or asked.load_failed:
             return 0
         self._poll()
         if asked.states is None and not asked.ticket and not asked.lost:
@@ -141,12 +126,12 @@ class OffloadScheduler:
         late = self._now() - asked.asked_at_s > self._bounds.lookup_timeout_s
         if asked.states is None:
             return None if asked.ticket and not late else 0
-        end = self._hit_end(asked, local_tokens)
-        if self._stop_code(asked, end) == Place.PENDING and not late:
+        end = asked.hit_end(local_tokens)
+        if asked.stop_code(end) == Place.PENDING and not late:
             asked.states = None  # somebody is putting it right now: ask again
             self._ask(request_id, asked)
             return None
-        return end - local_tokens
+        return self._offer(asked, local_tokens, end).end - local_tokens
 
     def _load_cannot_start(
         self,
@@ -158,7 +143,7 @@ class OffloadScheduler:
         """The engine waits for the load's end in any case: the ranks report one that failed."""
         if external_tokens and request_id not in self._loads:
             end = local_tokens + external_tokens
-            places = self._places(block_ids, local_tokens, end)
+            places = self._groups.places(block_ids, local_tokens, end)
             job = LoadJob(request_id, (), tuple(block_id for _, _, block_id in places))
             self._loads[request_id] = self._load_of(job, places, local_tokens, end)
             self._new_loads.append(job)
@@ -177,13 +162,15 @@ class OffloadScheduler:
             self._count(asked, local_tokens, end)
         if external_tokens:
             load = self._new_load(request_id, asked, block_ids, local_tokens, end)
-            load.expected = self._expected(asked, local_tokens, end)
+            load.expected = asked.expected_tokens(local_tokens, end)
+            load.choice = asked.offer.choice if asked.offer is not None else None
+            load.started_s = self._now()
             self._loads[request_id] = load
             self._new_loads.append(load.job)
         elif not asked.counted:
             self._complete(asked)
         asked.counted = True
-        asked.states, asked.ticket, asked.lost = None, 0, False  # stale if the request comes back
+        asked.forget_answer()
 
     def _no_step(self, newly_full: Sequence[BlockRef]) -> StepMetadata:
         void = tuple(replace(job, keys=()) for job in self._new_loads)
@@ -258,7 +245,7 @@ class OffloadScheduler:
             return
         hashed = len(block_hashes) * self._groups.hash_block_size
         tokens = self._groups.askable_tokens(hashed)
-        keys = [key for group in self._keys(block_hashes, tokens) for key in group]
+        keys = [key for group in self._groups.all_keys(block_hashes, tokens) for key in group]
         if keys:
             self._client.notify(wire.Touch(self._link.handle, tuple(keys)))
 
@@ -324,68 +311,52 @@ class OffloadScheduler:
 
     # -- lookups --------------------------------------------------------------------------------
 
-    def _ask(self, request_id: str, asked: _Asked) -> None:
-        asked.limit_tokens = self._groups.askable_tokens(self._loadable_tokens(asked))
-        if self._link.handle is None or not asked.limit_tokens:
+    def _ask(self, request_id: str, asked: Asked) -> None:
+        keys = asked.lookup_keys()
+        if self._link.handle is None or not keys:
             return
-        asked.keys = self._keys(asked.block_hashes, asked.limit_tokens)
-        keys = tuple(key for group in asked.keys for key in group)
         asked.ticket = self._client.submit(wire.Lookup(self._link.handle, keys))
         self._lookups[asked.ticket] = request_id
 
-    def _keys(self, block_hashes: Sequence[bytes], tokens: int) -> list[list[bytes]]:
-        return [
-            self._groups.keys(group, block_hashes, 0, tokens // group.block_size)
-            for group in self._groups.all
-        ]
+    def _offer(self, asked: Asked, start: int, hit_end: int) -> Offer:
+        """How much of a hit to load. The same answer as long as the engine asks the same."""
+        offer = asked.offer
+        if offer is not None and (offer.start, offer.hit_end) == (start, hit_end):
+            return offer
+        end, choice = hit_end, None
+        if self._chooser is not None and hit_end > start:
+            unit = self._groups.alignment
+            sources = asked.sources(start, hit_end)
+            choice = self._chooser.choose(sources, self._groups.unit_bytes, unit, self._now())
+            end = start + choice.load_blocks * unit
+            if end < hit_end:  # a shorter prefix needs other windows
+                end = asked.hit_end(start, end)
+        asked.offer = Offer(start, hit_end, end, choice)
+        return asked.offer
 
-    def _loadable_tokens(self, asked: _Asked) -> int:
-        """The last token is always computed: its logits are needed."""
-        return (asked.prompt_tokens - 1) // self._groups.alignment * self._groups.alignment
-
-    def _lengthen(self, asked: _Asked, num_tokens: int) -> None:
-        """A preempted request comes back with the tokens that it had generated."""
-        hashed = len(asked.block_hashes) * self._groups.hash_block_size
-        asked.prompt_tokens = min(num_tokens, hashed + 1)
-
-    def _hit_end(self, asked: _Asked, local_tokens: int) -> int:
-        """The end, in tokens, of the longest usable prefix behind the device's own."""
-        states = asked.states
-        assert states is not None
-        held = [_holds(codes) for codes in states]
-        return self._groups.longest_hit(held, local_tokens, asked.limit_tokens)
-
-    def _stop_code(self, asked: _Asked, end: int) -> int:
-        """What stands where the hit ends: a place if nothing stops it there."""
-        assert asked.states is not None
-        if end >= asked.limit_tokens:
-            return Place.MEMORY
-        for group, codes in zip(self._groups.all, asked.states, strict=True):
-            next_end = end + self._groups.alignment
-            first = max(end // group.block_size, group.first_needed(next_end))
-            for block in range(first, next_end // group.block_size):
-                if codes[block] not in LOADABLE:
-                    return codes[block]
-        return Place.MEMORY
-
-    def _count(self, asked: _Asked, start: int, end: int) -> None:
+    def _count(self, asked: Asked, start: int, end: int) -> None:
         """Account for every unit of the prompt but those that are being loaded."""
         unit, tally = self._groups.alignment, asked.tally
-        loadable = self._loadable_tokens(asked) // unit
+        loadable = asked.loadable_tokens // unit
+        offer = asked.offer
         first_missed = end // unit
         tally.served("device", start // unit)
+        if offer is not None and offer.end < offer.hit_end and end == offer.end:
+            turned_down = (offer.hit_end - offer.end) // unit
+            tally.missed(label(Miss.SLOWER_THAN_COMPUTE), turned_down)
+            first_missed += turned_down
         if first_missed < loadable:
-            tally.missed(self._reason(asked, end))
+            tally.missed(self._reason(asked, first_missed * unit))
             tally.missed(label(Miss.BEHIND_MISS), loadable - first_missed - 1)
         if start // unit <= loadable:
             whole = tally.prompt_tokens % unit == 0
             tally.missed(label(Miss.LAST_TOKEN if whole else Miss.PARTIAL_BLOCK))
 
-    def _reason(self, asked: _Asked, end: int) -> str:
+    def _reason(self, asked: Asked, end: int) -> str:
         if asked.states is None:
             no_store = asked.lost or self._link.handle is None
             return label(Miss.UNKNOWN if no_store else Miss.TIMEOUT)
-        code = self._stop_code(asked, end)
+        code = asked.stop_code(end)
         if code == Place.PENDING:
             return label(Miss.TIMEOUT)
         # A place: the engine took fewer than it was offered, or a window further back is missing.
@@ -396,13 +367,13 @@ class OffloadScheduler:
     def _new_load(
         self,
         request_id: str,
-        asked: _Asked,
+        asked: Asked,
         block_ids: Sequence[Sequence[int]],
         start: int,
         end: int,
     ) -> Load:
         """Every block between `start` and `end` that the engine has given a place."""
-        places = self._places(block_ids, start, end)
+        places = self._groups.places(block_ids, start, end)
         keys = tuple(
             key
             for group, block, _ in places
@@ -410,17 +381,6 @@ class OffloadScheduler:
         )
         job = LoadJob(request_id, keys, tuple(block_id for _, _, block_id in places))
         return self._load_of(job, places, start, end)
-
-    def _places(
-        self, block_ids: Sequence[Sequence[int]], start: int, end: int
-    ) -> list[tuple[KVGroup, int, int]]:
-        """(group, number in the chain, device block) of all that lie between `start` and `end`."""
-        return [
-            (group, block, table[block])
-            for group, table in zip(self._groups.all, block_ids, strict=True)
-            for block in range(start // group.block_size, end // group.block_size)
-            if table[block] != NULL_BLOCK
-        ]
 
     def _load_of(
         self, job: LoadJob, places: list[tuple[KVGroup, int, int]], start: int, end: int
@@ -430,27 +390,17 @@ class OffloadScheduler:
         whole_request = len(self._groups.all) > 1
         return Load(job, units, (end - start) // unit, self._ranks, whole_request)
 
-    def _expected(self, asked: _Asked, start: int, end: int) -> dict[str, int]:
-        """Tokens by tier, as the lookup saw them: per unit the slowest tier that holds a part."""
-        tokens: dict[str, int] = {}
-        unit = self._groups.alignment
-        if asked.states is None:
-            return tokens
-        for position in range(start, end, unit):
-            slowest = min(LOADABLE)
-            for group, codes in zip(self._groups.all, asked.states, strict=True):
-                first = max(position // group.block_size, group.first_needed(end))
-                for block in range(first, (position + unit) // group.block_size):
-                    slowest = max(slowest, Place(codes[block]))
-            tokens[label(slowest)] = tokens.get(label(slowest), 0) + unit
-        return tokens
-
     def _count_load(self, load: Load) -> None:
         """A load has ended; those after a preemption are not counted again."""
         self._demotions.restored(load.restored())
         self._demotions.missed(load.missed())
         loaded, reason = load.outcome()
         self.tally.loads["loaded" if not reason else "partly" if loaded else "failed"] += 1
+        if self._chooser is not None:
+            elapsed_s = self._now() - load.started_s
+            self._chooser.observe_load(
+                self._bytes_by_tier(load), elapsed_s, None if reason else load.choice
+            )
         asked = self._requests.get(load.job.request_id)
         if asked is None:
             return
@@ -465,7 +415,14 @@ class OffloadScheduler:
             asked.tally.missed(label(Miss.BEHIND_MISS), lost - 1)
         self._complete(asked)
 
-    def _complete(self, asked: _Asked) -> None:
+    def _bytes_by_tier(self, load: Load) -> Counter[str]:
+        sizes: Counter[str] = Counter()
+        for key, source in zip(load.job.keys, load.sources, strict=False):
+            if source in TIERS:
+                sizes[source] += self._groups.of_key(key).record_bytes
+        return sizes
+
+    def _complete(self, asked: Asked) -> None:
         asked.complete = True
         self.tally.add(asked.tally)
 
@@ -493,14 +450,9 @@ class OffloadScheduler:
         if not isinstance(completion.message, wire.States):
             asked.lost = True
             return
-        codes, asked.states = completion.message.codes, []
-        for keys in asked.keys:
-            mine, codes = codes[: len(keys)], codes[len(keys) :]
-            asked.states.append(mine)
-            self._demotions.missed(
-                key for key, code in zip(keys, mine, strict=True) if code >= FIRST_REASON
-            )
-
-
-def _holds(codes: bytes) -> Callable[[int], bool]:
-    return lambda block: codes[block] in LOADABLE
+        codes = completion.message.codes
+        asked.answered(codes)
+        keys = (key for group in asked.keys for key in group)
+        self._demotions.missed(
+            key for key, code in zip(keys, codes, strict=True) if code >= FIRST_REASON
+        )

@@ -13,6 +13,15 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ebbtide.connectors.vllm")
 
 
+def log_like_vllm() -> None:
+    """Send ebbtide's log lines where vLLM's go, unless somebody has said where already."""
+    ours, theirs = logging.getLogger("ebbtide"), logging.getLogger("vllm")
+    if not ours.handlers and not logging.getLogger().handlers:
+        for handler in theirs.handlers:
+            ours.addHandler(handler)
+        ours.setLevel(theirs.getEffectiveLevel())
+
+
 class Announcements:
     """Log lines that come once per engine."""
 

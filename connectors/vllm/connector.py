@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from ebbtide.connectors.seam import StepMetadata
 from ebbtide.connectors.supervisor import FaultLog, hook, nothing
+from ebbtide.connectors.vllm.announce import log_like_vllm
 from ebbtide.connectors.vllm.metadata import Reports, Step
 from ebbtide.connectors.vllm.plugin import register
 from ebbtide.connectors.vllm.scheduler_side import SchedulerSide
@@ -87,6 +88,7 @@ class EbbtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     ) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self.faults = FaultLog()
+        log_like_vllm()
         settings = read_settings(vllm_config)
         self.scheduler_side: SchedulerSide | None = None
         self.worker_side: WorkerSide | None = None

@@ -8,13 +8,16 @@ from ebbtide.connectors.offload.tally import COMPUTED
 from ebbtide.connectors.vllm import stats as metric
 
 if TYPE_CHECKING:
+    from ebbtide.connectors.offload.load_or_compute import LoadOrCompute
     from ebbtide.connectors.offload.scheduler import OffloadScheduler
     from ebbtide.connectors.vllm.stats import Values
 
 
-def numbers(half: OffloadScheduler, adapter_faults: int) -> tuple[Values, Values]:
+def numbers(
+    half: OffloadScheduler, chooser: LoadOrCompute, adapter_faults: int
+) -> tuple[Values, Values]:
     """(totals since the start, gauges). O(labels)."""
-    tally = half.tally
+    tally, choices = half.tally, chooser.snapshot()
     tokens = {tier: n for tier, n in tally.tokens_by_source.items() if tier != COMPUTED}
     totals: Values = {
         metric.REQUESTS: {metric.NO_LABEL: tally.requests},
@@ -31,5 +34,23 @@ def numbers(half: OffloadScheduler, adapter_faults: int) -> tuple[Values, Values
             "worker": tally.worker_faults,
         },
     }
-    gauges: Values = {metric.CONNECTED: {metric.NO_LABEL: float(half.connected)}}
+    totals[metric.LOAD_CHOICES] = {
+        "load": choices["loads_chosen"],
+        "compute": choices["computes_chosen"],
+        "probe": choices["probes"],
+    }
+    gauges: Values = {
+        metric.CONNECTED: {metric.NO_LABEL: float(half.connected)},
+        metric.LOAD_RATE: {
+            tier: choices[f"{tier}_bytes_per_s"]
+            for tier in metric.LOADED_TIERS
+            if f"{tier}_bytes_per_s" in choices
+        },
+        metric.PREFILL_RATE: _one(choices, "prefill_tokens_per_s"),
+        metric.PREDICTION_ERROR: _one(choices, "load_error_ratio"),
+    }
     return totals, gauges
+
+
+def _one(choices: dict[str, float], name: str) -> dict[str, float]:
+    return {metric.NO_LABEL: choices[name]} if name in choices else {}

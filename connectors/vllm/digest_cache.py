@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ebbtide.connectors")
 
 CACHED_FILES_MAX = 4096
-CACHE_BYTES_MAX = 1 << 20  # a cache file that is larger was not written by us
+CACHE_BYTES_MAX = 1 << 20  # a larger file was not written by us; cut here, it is no JSON
 LOCK_TRIES_MAX = 20
 LOCK_RETRY_S = 0.01
 
@@ -89,8 +89,8 @@ class DigestCache:
             with open(self._path, "rb", opener=_open_no_link) as file:
                 if not _is_private(os.fstat(file.fileno()), stat.S_IFREG):
                     return {}
-                text = file.read(CACHE_BYTES_MAX + 1)
-            return _entries_of(json.loads(text)) if len(text) <= CACHE_BYTES_MAX else {}
+                text = file.read(CACHE_BYTES_MAX)
+            return _entries_of(json.loads(text))
         except (OSError, ValueError, RecursionError):
             return {}
 

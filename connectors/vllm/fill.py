@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ebbtide.connectors.seam import BlockRef
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -22,6 +22,14 @@ if TYPE_CHECKING:
     from ebbtide.connectors.offload.groups import KVGroups
 
 NULL_BLOCK = 0
+
+
+def computed_before(step: SchedulerOutput) -> dict[str, int]:
+    """Per scheduled request the tokens that were computed, or loaded, before this step."""
+    cached = step.scheduled_cached_reqs
+    before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    before.update((new.req_id, new.num_computed_tokens) for new in step.scheduled_new_reqs)
+    return before
 
 
 class Fill:
@@ -56,16 +64,17 @@ class Fill:
         self._done.pop(request_id, None)
         return self._mine.pop(request_id, set())
 
-    def scheduled(self, step: SchedulerOutput) -> set[int]:
-        """Note what this step will fill. Returns blocks that a preemption took since the last."""
+    def scheduled(self, step: SchedulerOutput, before: Mapping[str, int]) -> set[int]:
+        """Note what this step will fill. Returns blocks that a preemption took since the last.
+
+        `before`: see `computed_before`.
+        """
         lost: set[int] = set()
         cached = step.scheduled_cached_reqs
         for request_id in (*(step.preempted_req_ids or ()), *cached.resumed_req_ids):
             lost |= self.forget(request_id)
-        before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for new in step.scheduled_new_reqs:  # also resumed ones, with the newer model runner
             lost |= self.forget(new.req_id)
-            before[new.req_id] = new.num_computed_tokens
         for request_id, count in step.num_scheduled_tokens.items():
             request = self._requests.get(request_id)
             if request is not None:

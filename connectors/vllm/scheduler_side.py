@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from ebbtide.connectors.offload.load_or_compute import LoadOrCompute
 from ebbtide.connectors.offload.scheduler import OffloadScheduler, SchedulerBounds
 from ebbtide.connectors.seam import StepMetadata
 from ebbtide.connectors.vllm.announce import Announcements
 from ebbtide.connectors.vllm.counting import numbers
 from ebbtide.connectors.vllm.device_pool import VllmPool
-from ebbtide.connectors.vllm.fill import Fill
+from ebbtide.connectors.vllm.fill import Fill, computed_before
 from ebbtide.connectors.vllm.geometry import Geometry
 from ebbtide.connectors.vllm.identity import describe, weights_of
 from ebbtide.connectors.vllm.metadata import Handshake, Reports
+from ebbtide.connectors.vllm.prefill_clock import PrefillClock
 from ebbtide.connectors.vllm.reset import reset_store
 from ebbtide.connectors.vllm.stats import Deltas, EbbtideStats, Values
 from ebbtide.connectors.vllm.worker_side import connect
@@ -64,8 +66,14 @@ class SchedulerSide:
         self._client: SocketClient | None = None
         self._half: OffloadScheduler | None = None
         self._fill: Fill | None = None
+        self._chooser = LoadOrCompute(
+            margin_ratio=settings.config.connector.compute_margin_ratio,
+            always_load=settings.config.connector.always_load,
+        )
         self._announce = Announcements(settings)
+        self._requests: dict[str, Request] = {}
         self._local_tokens: dict[str, int] = {}  # at the last question, by request
+        self._clock = PrefillClock()
         self._deltas = Deltas()
         self._gauges: Values = {}
         self._closed = False
@@ -126,6 +134,7 @@ class SchedulerSide:
             bounds=bounds,
             lazy=connector.stores == "lazy",
             pending=weights is None,
+            chooser=self._chooser,
         )
         self._fill = Fill(geometry.groups, manager, prompt_only=connector.prompt_only)
 
@@ -149,6 +158,7 @@ class SchedulerSide:
         half, fill = self.half, self._fill
         if half is None or fill is None:
             return
+        self._requests[request.request_id] = request
         if self._stores:
             fill.arrived(request)
         half.on_new_request(request.request_id, request.block_hashes, request.num_prompt_tokens)
@@ -170,6 +180,7 @@ class SchedulerSide:
             return
         if external_tokens:
             fill.forget(request.request_id)  # its blocks are not computed, whatever vLLM counts
+            self._clock.forget(request.request_id)
         tables = [block_ids[group.number] for group in geometry.groups.all]
         local = self._local_tokens.get(request.request_id, 0)
         half.on_allocated(request.request_id, tables, local, external_tokens)
@@ -178,6 +189,8 @@ class SchedulerSide:
         """Its last full blocks ebb too."""
         half, fill, pool = self._half, self._fill, self._pool
         self._local_tokens.pop(request.request_id, None)
+        self._requests.pop(request.request_id, None)
+        self._clock.forget(request.request_id)
         if half is None or fill is None or pool is None:
             return
         fill.finished(request, block_ids)
@@ -198,8 +211,10 @@ class SchedulerSide:
         self._know_weights(half)
         newly_full = fill.take()  # full since an earlier step: computed by now, or queued before us
         pool.computed(newly_full)
+        before = computed_before(scheduled)
+        self._clock.scheduled(scheduled, before, self._requests)
         if self._stores:
-            pool.lost(fill.scheduled(scheduled))
+            pool.lost(fill.scheduled(scheduled, before))
         step = half.build_step(newly_full)
         pool.let_go(lambda key: half.wants(key) or fill.holds(key))
         assert self._geometry is not None
@@ -279,11 +294,16 @@ class SchedulerSide:
         return {_HIT_SOURCE[tier]: tokens for tier, tokens in by_tier.items() if tokens}
 
     def stats(self, faults: int) -> EbbtideStats | None:
-        """What was counted since the last call; None when it is nothing."""
+        """What was counted since the last call; None when it is nothing.
+
+        vLLM asks once for the results of every step, in their order.
+        """
         half = self._half
         if half is None:
             return None
-        totals, gauges = numbers(half, faults)
+        for prefill in self._clock.step_ended():
+            self._chooser.observe_prefill(prefill.tokens, prefill.elapsed_s)
+        totals, gauges = numbers(half, self._chooser, faults)
         grown = self._deltas.since(totals)
         changed = gauges != self._gauges
         self._gauges = gauges

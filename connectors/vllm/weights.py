@@ -52,7 +52,6 @@ _TRAINING_ONLY = {"training_args.bin", "optimizer.bin", "optimizer.pt", "schedul
 # Sampling defaults change no KV, and token ids are in every key.
 _NO_NUMERICS = {"generation_config.json", "tokenizer_config.json"}
 _SPLIT_GGUF = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 _NAME_THEM = "To persist anyway, name the weights yourself with weights_revision."
 
 
@@ -315,7 +314,7 @@ def resolve_local(
     # Another hub's models lie elsewhere; a directory here of the same name would be another model.
     is_other_hub = os.environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() in ("1", "true")
     wanted = (revision or "main").split("/")
-    if is_other_hub or not _HUB_ID.fullmatch(model) or {"", ".", ".."} & set(wanted):
+    if is_other_hub or {"", ".", ".."} & set(wanted):
         return None
     repository = Path(cache_dir or hub_cache_dir(), "models--" + model.replace("/", "--"))
     try:

@@ -136,7 +136,7 @@ class ConnectorConfig(Section, frozen=True, kw_only=True):
         float,
         Meta(
             gt=0,
-            le=10,
+            le=1,
             description="Load when it should take at most this share of the time to compute.",
         ),
     ] = 0.9

@@ -6,13 +6,15 @@ Several engines can follow each other in one process; at no time are there two.
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 from typing import TYPE_CHECKING, Any, Self
 
+import psutil
 from vllm import LLM, SamplingParams
 
 from tests.engine.counters import Counters
-from tests.engine.prompts import Answer, Prompt
+from tests.engine.prompts import Answer, Prompt, prompt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,6 +23,10 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
 SETTLE_S = 20.0
+STORE_END_S = 20.0
+READY_S = 30.0
+_NOT_READY = {"namespace_pending", "timeout", "unknown"}  # reasons of misses at an engine's start
+_probe_seeds = itertools.count(10**9)
 ANSWER_TOKENS = 16
 DEFAULT_FLAGS: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -66,6 +72,9 @@ class Engine:
             raise
         self.blocks = blocks
         self._before = Counters.of_this_process()
+        if transfer is not None:
+            self.ready()
+            self._before = Counters.of_this_process()
 
     def __enter__(self) -> Self:
         return self
@@ -78,6 +87,20 @@ class Engine:
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
         gc.collect()
+        end_private_stores()
+
+    def ready(self) -> None:
+        """Wait until ebbtide knows its namespace: before that it neither stores nor restores.
+
+        Asks short prompts of its own; called after the start, and by a test after a reset.
+        """
+        deadline = time.monotonic() + READY_S
+        reasons = {"unknown": 1}
+        while reasons.keys() & _NOT_READY:
+            assert time.monotonic() < deadline, f"the connector does not come up: {reasons}"
+            before = self.counters()
+            self.one_by_one([prompt(next(_probe_seeds), 65)], max_tokens=1)
+            reasons = self.counters().since(before).by("ebbtide_miss_blocks_total", "reason")
 
     # ------------------------------------------------------------------ parts of the engine
 
@@ -159,6 +182,15 @@ def engine_prompt(prompt: Prompt, salt: str | None = None) -> dict[str, Any]:
     if salt is not None:
         asked["cache_salt"] = salt
     return asked
+
+
+def end_private_stores() -> None:
+    """A private store lives as long as its engine's process, which here goes on: end it."""
+    stores = [child for child in psutil.Process().children() if "--private" in child.cmdline()]
+    for store in stores:
+        store.terminate()
+    _, alive = psutil.wait_procs(stores, timeout=STORE_END_S)
+    assert not alive, "a store did not end"
 
 
 def _forget_distributed_state() -> None:

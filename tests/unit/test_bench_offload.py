@@ -116,7 +116,11 @@ class WriteOnly:
         return 0
 
     def on_allocated(
-        self, request_id: str, block_ids: Sequence[int], local_tokens: int, external_tokens: int
+        self,
+        request_id: str,
+        block_ids: Sequence[Sequence[int]],
+        local_tokens: int,
+        external_tokens: int,
     ) -> None: ...
 
     def build_step(self, newly_full: Sequence[BlockRef]) -> StepMetadata:

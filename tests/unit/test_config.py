@@ -140,7 +140,7 @@ def test_the_connector_is_set_through_every_door(tmp_path: Path) -> None:
         False,
         60.0,
     )
-    assert connector.compute_margin_ratio == 2.5
+    assert connector.compute_margin_ratio == 0.25
     assert connector.store_budget_bytes == 2 * MIB
     assert connector.weights_revision == "r7"
 
@@ -272,7 +272,7 @@ def test_p86_an_unknown_key_is_an_error_in_every_door(tmp_path: Path) -> None:
         ({"socket": 1}, "socket: Expected `str | null`"),
         ({"connector": {"stores": "later"}}, "connector.stores: Invalid enum value 'later'"),
         ({"connector": {"compute_margin_ratio": 0}}, "connector.compute_margin_ratio: Expected"),
-        ({"connector": {"compute_margin_ratio": 10.1}}, "connector.compute_margin_ratio: Expected"),
+        ({"connector": {"compute_margin_ratio": 1.1}}, "connector.compute_margin_ratio: Expected"),
         ({"connector": {"store_budget": 64}}, "connector.store_budget: 64 is not a size"),
         ({"connector": {"store_budget": "0B"}}, "connector.store_budget: Expected `int` >= 1"),
         ({"connector": {"load_timeout": "10"}}, "connector.load_timeout: duration '10' has no"),

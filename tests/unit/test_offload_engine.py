@@ -299,11 +299,11 @@ def test_p95_any_mixture_of_tiers_gives_the_same_answer(
 def test_a_tiny_pool_gets_its_blocks_back_from_a_store_that_does_not_answer(
     reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pins hold a quarter of the pool at most, and not for longer than the bound."""
+    """Pins hold blocks for no longer than the bound, and then nothing is pinned any more."""
     from dataclasses import replace
 
     prompts = [tokens(16 * 9, seed=number) for number in range(4)]
-    bounds = replace(PATIENT, store_timeout_s=0.2, lookup_timeout_s=0.05)
+    bounds = replace(PATIENT, reserve_timeout_s=0.2, lookup_timeout_s=0.05)
     with Rig(blocks=13, bounds=bounds, load_timeout_s=0.2) as rig:
         with monkeypatch.context() as patch:
             patch.setattr(rig.scheduler._client, "poll", list)

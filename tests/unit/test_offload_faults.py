@@ -202,14 +202,15 @@ TARGETS: dict[str, Callable[[Rig], tuple[object, str]]] = {
     "build_step, late": lambda rig: (rig.scheduler._demotions, "take_jobs"),
     "on_report": lambda rig: (rig.scheduler._demotions, "settle"),
     "on_report, late": lambda rig: (rig.scheduler, "_count_load"),
-    "eviction": lambda rig: (rig.scheduler._demotions, "evicted"),
-    "pending work": lambda rig: (rig.scheduler._demotions, "_settled"),
+    "fence": lambda rig: (rig.scheduler._demotions, "take_fence"),
+    "grants": lambda rig: (rig.scheduler._demotions, "_take_grants"),
+    "commits": lambda rig: (rig.scheduler._demotions, "_committed"),
+    "planning": lambda rig: (rig.scheduler._demotions, "_settled"),
     "start_step, loads": lambda rig: (rig.worker, "_begin_load"),
     "start_step, stores": lambda rig: (rig.worker, "_begin_stores"),
     "worker's answers": lambda rig: (rig.worker, "_load_answer"),
-    "worker's batches": lambda rig: (rig.worker, "_begin_copy"),
+    "worker's batches": lambda rig: (rig.worker, "_begin_copies"),
     "worker's copies": lambda rig: (rig.worker, "_copy_ended"),
-    "commits": lambda rig: (rig.worker, "_settled"),
 }  # fmt: skip
 PROMPTS = conversations(9, users=2, turns=3, opening=30)
 
@@ -265,14 +266,13 @@ def test_an_exception_anywhere_is_a_miss_and_a_count(
 ) -> None:
     caplog.set_level(logging.CRITICAL, logger="ebbtide")
     right = reference.answers(PROMPTS)
-    bounds = replace(PATIENT, store_timeout_s=0.2, lookup_timeout_s=0.05)
+    bounds = replace(PATIENT, reserve_timeout_s=0.2, commit_timeout_s=0.2, lookup_timeout_s=0.05)
     met = 0
     for first in (1,) if every else (0, 2, 7):
         with (
             Rig(blocks=26, memory_records=128, bounds=bounds, load_timeout_s=0.1) as rig,
             pytest.MonkeyPatch.context() as patch,
         ):
-            rig.worker._store_timeout_s = 0.2
             run_bounded(rig, PROMPTS[:3])
             rig.forget_device()
             raised = break_calls(rig, target, patch, first=first, every=every)

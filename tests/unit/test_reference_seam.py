@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from ebbtide.allocator import pack_key, unpack_key
 from ebbtide.connectors import seam
 from ebbtide.connectors.reference import Engine, ModelConfig, RequestOutput
+from ebbtide.connectors.reference.device_pool import GROUP, ReferencePool
 from ebbtide.errors import MisuseError
 from ebbtide.kernels.copy import gather, scatter
 from ebbtide.kernels.layout import PagedLayout
@@ -83,39 +85,44 @@ class DictScheduler:
         return matched
 
     def on_allocated(
-        self, request_id: str, block_ids: Sequence[int], local_tokens: int, external_tokens: int
+        self,
+        request_id: str,
+        block_ids: Sequence[Sequence[int]],
+        local_tokens: int,
+        external_tokens: int,
     ) -> None:
         self.allocations.append((request_id, local_tokens, external_tokens))
-        assert len(block_ids) * BLOCK >= local_tokens + external_tokens
+        (table,) = block_ids  # of the one group
+        assert len(table) * BLOCK >= local_tokens + external_tokens
         if external_tokens:
             part = slice(local_tokens // BLOCK, (local_tokens + external_tokens) // BLOCK)
             self.loading.add(request_id)
-            self.new_loads.append(
-                seam.LoadJob(
-                    request_id, tuple(self.hashes[request_id][part]), tuple(block_ids[part])
-                )
-            )
+            keys = tuple(pack_key(name, GROUP) for name in self.hashes[request_id][part])
+            self.new_loads.append(seam.LoadJob(request_id, keys, tuple(table[part])))
 
     def build_step(self, newly_full: Sequence[seam.BlockRef]) -> seam.StepMetadata:
         self.tier.calls.append("build")
         stores: list[seam.StoreJob] = []
         self.offered += newly_full
         for ref in newly_full:
-            assert self.pool.blocks[ref.block_id].block_hash == ref.block_hash
+            block_hash = self.pool.blocks[ref.block_id].block_hash
+            assert block_hash is not None
+            assert pack_key(block_hash, GROUP) == ref.key
             self.pool.touch([self.pool.blocks[ref.block_id]])
             sequence = len(self.offered) * 1000 + len(stores)
             self.storing[sequence] = ref
             stores.append(seam.StoreJob(ref.block_id, 0, sequence))
         loads, self.new_loads = tuple(self.new_loads), []
         cancelled, self.cancelled = tuple(self.cancelled), []
-        return seam.StepMetadata(0, tuple(stores), loads, cancelled)
+        return seam.StepMetadata(stores=tuple(stores), loads=loads, cancelled=cancelled)
 
     def on_report(self, report: seam.WorkerReport) -> list[seam.LoadResult]:
         self.tier.calls.append("report")
-        for sequence in report.stored:
+        for sequence in report.copied:
             ref = self.storing.pop(sequence)
             self.pool.free([self.pool.blocks[ref.block_id]])
-            self.tier.records[ref.block_hash] = self.tier.records.pop(b"%d" % sequence)
+            block_hash, _ = unpack_key(ref.key)
+            self.tier.records[block_hash] = self.tier.records.pop(b"%d" % sequence)
         self.loading -= {result.request_id for result in report.loads}
         return report.loads
 
@@ -154,7 +161,7 @@ class DictWorker:
 
     def finish_step(self) -> seam.WorkerReport:
         self.tier.calls.append("finish")
-        report, self.stored = seam.WorkerReport(stored=self.stored), []
+        report, self.stored = seam.WorkerReport(copied=self.stored), []
         for due, load in self.loads:
             if due <= self.step:
                 report.loads.append(self._load(load))
@@ -176,9 +183,9 @@ class DictWorker:
         first_bad = count if self.tier.fail_at is None else min(self.tier.fail_at, count)
         sources = ["disk" if index % 2 else "memory" for index in range(count)]
         sources[first_bad : first_bad + 1] = ["corrupt"] * (first_bad < count)
-        for source, name, block_id in zip(sources, job.block_hashes, job.block_ids, strict=True):
+        for source, key, block_id in zip(sources, job.keys, job.block_ids, strict=True):
             if source != "corrupt":
-                scatter(self.layout, [block_id], [self.tier.records[name]])
+                scatter(self.layout, [block_id], [self.tier.records[unpack_key(key)[0]]])
         return seam.LoadResult(job.request_id, first_bad, tuple(sources))
 
     def close(self) -> None:

@@ -207,6 +207,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (repository / "refs" / "ahead").write_text("not-downloaded")
     (repository / "refs" / "evil").write_text("../../x")
     (place / "x").mkdir()
+    (place / "stray").write_text(COMMIT)
     return place
 
 
@@ -237,6 +238,7 @@ def test_a_hub_id_is_its_snapshot(hub: Path) -> None:
         ("org/name", "unknown"),
         ("org/name", "evil"),
         ("org/name", "../../../x"),
+        ("org/name", "../../stray"),
         ("org/name", "a\0b"),
         ("../x", None),
         ("a/b/c", None),
