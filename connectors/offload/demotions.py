@@ -202,7 +202,11 @@ class Demotions:
         commit = self._committing.pop(ticket, None)
         if commit is not None:
             codes = message.codes if isinstance(message, wire.Settled) else b""
-            self._committed(commit, codes, lost=message == LOST)
+            try:
+                self._committed(commit, codes, lost=message == LOST)
+            finally:  # whatever a fault left out
+                for _, candidate in commit.filled:
+                    self._ended(candidate)
             return True
         self._overdue.discard(ticket)
         if isinstance(message, wire.Grants):  # nobody waits for these slots any more

@@ -90,12 +90,15 @@ class Counters:
 
 
 def assert_counters_add_up(counters: Counters, *, requests: int | None = None) -> None:
-    """Every prompt block was counted once: by the tier that served it or by why it missed."""
+    """Every prompt block was counted once: by the tier that served it or by why it missed.
+
+    `requests`: how many must have been counted; 0 for an engine that never reads from the tiers.
+    """
     hits = counters.by("ebbtide_hit_blocks_total", "tier")
     misses = counters.by("ebbtide_miss_blocks_total", "reason")
     asked = counters.total("ebbtide_prompt_blocks_total")
     assert asked == sum(hits.values()) + sum(misses.values()), (asked, hits, misses)
-    assert asked > 0, "nothing was counted"
+    assert asked > 0 or requests == 0, "nothing was counted"
     assert hits.keys() <= HIT_TIERS, hits
     assert min([*hits.values(), *misses.values()]) >= 0, (hits, misses)
     hit_tokens = counters.by("ebbtide_hit_tokens_total", "tier")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tests.engine.conftest import Plain, Tiers
     from tests.engine.models import Models
 
-USERS = [prompt(seed) for seed in range(2)]
+USERS = [prompt(seed) for seed in range(3)]
 
 
 def test_the_first_of_two_connectors_restores(
@@ -36,7 +36,7 @@ def test_the_first_of_two_connectors_restores(
         again = engine.one_by_one(USERS)
         counters = engine.counters()
     assert tokens_of(first + again) == tokens_of(plain(USERS) * 2)
-    assert [answer.cached_tokens for answer in again] == [LONG_RESTORED] * 2
-    assert counters.restored_from("memory") == 2 * LONG_RESTORED
-    assert_counters_add_up(counters, requests=4)
+    assert [answer.cached_tokens for answer in again] == [LONG_RESTORED] * 3
+    assert counters.restored_from("memory") == 3 * LONG_RESTORED
+    assert_counters_add_up(counters, requests=6)
     assert list((tmp_path / "other").iterdir()), "the other connector stored nothing"

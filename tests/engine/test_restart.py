@@ -48,7 +48,7 @@ def test_a_producer_stores_and_a_consumer_restores(
     assert tokens_of(produced) == tokens_of([*expected, expected[0]])
     assert wrote.restored_tokens == 0
     assert wrote.total("ebbtide_demoted_blocks_total") >= 3 * 64
-    assert_counters_add_up(wrote, requests=4)
+    assert_counters_add_up(wrote, requests=0)
     assert tokens_of([consumed[0], consumed[2]]) == tokens_of(expected[:2])
     assert read.restored_tokens == 2 * LONG_RESTORED
     assert read.total("ebbtide_demoted_blocks_total") == 0

@@ -102,6 +102,7 @@ def test_adapters_do_not_share_with_each_other_or_the_base(
         restored["first"] = engine.counters().restored_tokens
         again = [engine.one_by_one([SHARED], lora=lora)[0] for lora in asked]
         restored["again"] = engine.counters().restored_tokens
+        print(again, engine.counters().values)
         assert_counters_add_up(engine.counters(), requests=6)
     assert len(set(tokens_of(first))) == 3
     assert tokens_of(again) == tokens_of(first)

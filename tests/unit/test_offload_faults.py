@@ -203,7 +203,6 @@ TARGETS: dict[str, Callable[[Rig], tuple[object, str]]] = {
     "on_report": lambda rig: (rig.scheduler._demotions, "settle"),
     "on_report, late": lambda rig: (rig.scheduler, "_count_load"),
     "fence": lambda rig: (rig.scheduler._demotions, "take_fence"),
-    "grants": lambda rig: (rig.scheduler._demotions, "_take_grants"),
     "commits": lambda rig: (rig.scheduler._demotions, "_committed"),
     "planning": lambda rig: (rig.scheduler._demotions, "_settled"),
     "start_step, loads": lambda rig: (rig.worker, "_begin_load"),
