@@ -204,11 +204,10 @@ class OffloadScheduler:
             result = report.loads.pop(0)
             load = self._loads.get(result.request_id)
             if load is not None:
-                load.waiting -= 1
+                load.add((label(Miss.UNKNOWN),) * len(load.job.block_ids))
                 if load.waiting <= 0:
                     del self._loads[result.request_id]
-                    unknown = (label(Miss.UNKNOWN),) * len(load.job.block_ids)
-                    self._ended.append(LoadResult(result.request_id, 0, unknown))
+                    self._ended.append(load.result())
         return self._take_ended()
 
     @hook(_only_ended)

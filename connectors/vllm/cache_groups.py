@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -14,6 +16,11 @@ from ebbtide.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+# Exact types: a subclass may keep other blocks, or blocks that depend on more than the tokens
+# before them (in `RSWASpec`, on which of them were prompt), and a new one is not known here.
+FULL_KINDS = (FullAttentionSpec, MLAAttentionSpec, SinkFullAttentionSpec)
+STORED_KINDS = (*FULL_KINDS, SlidingWindowSpec)
 
 
 def taking_part(config: KVCacheConfig) -> tuple[int, ...]:
@@ -24,14 +31,14 @@ def taking_part(config: KVCacheConfig) -> tuple[int, ...]:
     """
     numbers: tuple[int, ...] = tuple(config.prefix_cacheable_group_ids)
     for number in numbers:
-        kind = representative(config.kv_cache_groups[number].kv_cache_spec)
-        # Exact types of the window kinds: their subclasses keep other blocks than their window's.
-        full = isinstance(kind, FullAttentionSpec)
-        if not full and type(kind) is not SlidingWindowSpec:
+        spec = config.kv_cache_groups[number].kv_cache_spec
+        odd = [kind for kind in _each_layer(spec) if type(kind) not in STORED_KINDS]
+        if odd:
             raise ConfigError(
-                f"KV-cache group {number} holds {type(kind).__name__}, which ebbtide cannot store",
-                next_step="Models with recurrent (Mamba) or chunked-local layers are not supported:"
-                " run this model without ebbtide.",
+                f"KV-cache group {number} holds {type(odd[0]).__name__}, which ebbtide cannot"
+                " store",
+                next_step="Models with recurrent (Mamba), chunked-local or reference-window layers"
+                " are not supported: run this model without ebbtide.",
                 layers=len(config.kv_cache_groups[number].layer_names),
             )
     if not numbers:
@@ -41,6 +48,12 @@ def taking_part(config: KVCacheConfig) -> tuple[int, ...]:
             groups=len(config.kv_cache_groups),
         )
     return numbers
+
+
+def _each_layer(spec: Any) -> list[Any]:
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return list(spec.kv_cache_specs.values())
+    return [spec]
 
 
 def representative(spec: Any) -> Any:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from ebbtide.connectors.vllm.metadata import Handshake
+    from ebbtide.connectors.vllm.metadata import Handshake, Shard
 
 Rank = tuple[int, int]  # pipeline stage, tensor-parallel rank
 
@@ -52,8 +52,14 @@ class Geometry:
                     end += shard.record_bytes
                     writers[number] = writers.get(number, 0) + 1
                 else:
-                    _check_alike(number, shard.record_bytes, handshakes[stage, first], tp_rank)
+                    _check_alike(number, shard, handshakes[stage, first], tp_rank)
                     offsets[stage, tp_rank][number] = offsets[stage, first][number]
+            if not end:
+                raise ConfigError(
+                    f"No rank has a layer of KV-cache group {number}",
+                    next_step="Run this model without ebbtide, and report its cache groups.",
+                    layers=len(config.kv_cache_groups[number].layer_names),
+                )
             sizes[number] = end
         groups = [
             KVGroup(number, spec.block_size, sizes[number], window_of(spec))
@@ -69,11 +75,10 @@ class Geometry:
         )
 
 
-def _check_alike(number: int, record_bytes: int, first: Handshake, tp_rank: int) -> None:
-    shard = first.shards.get(number)
-    if shard is None or shard.record_bytes != record_bytes:
+def _check_alike(number: int, shard: Shard, first: Handshake, tp_rank: int) -> None:
+    if first.shards.get(number) != shard:
         raise ConfigError(
-            "Ranks that should hold the same KV heads have blocks of different sizes",
+            "Ranks that should hold the same KV heads have blocks of different forms",
             next_step="Choose a --tensor-parallel-size that the number of KV heads divides.",
             group=number,
             tp_rank=tp_rank,

@@ -11,6 +11,7 @@ from ebbtide.connectors.offload.load_or_compute import LoadOrCompute
 from ebbtide.connectors.offload.scheduler import OffloadScheduler, SchedulerBounds
 from ebbtide.connectors.seam import StepMetadata
 from ebbtide.connectors.vllm.announce import Announcements
+from ebbtide.connectors.vllm.connection import Connection
 from ebbtide.connectors.vllm.counting import numbers
 from ebbtide.connectors.vllm.device_pool import VllmPool
 from ebbtide.connectors.vllm.fill import Fill, computed_before
@@ -20,7 +21,6 @@ from ebbtide.connectors.vllm.metadata import Handshake, Reports
 from ebbtide.connectors.vllm.prefill_clock import PrefillClock
 from ebbtide.connectors.vllm.reset import reset_store
 from ebbtide.connectors.vllm.stats import Deltas, EbbtideStats, Values
-from ebbtide.connectors.vllm.worker_side import connect
 from ebbtide.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-    from ebbtide.connectors.client import SocketClient
     from ebbtide.connectors.vllm.geometry import Rank
     from ebbtide.connectors.vllm.settings import Settings
 
@@ -63,7 +62,7 @@ class SchedulerSide:
         self._pool: VllmPool | None = None
         self._handshakes: dict[Rank, Handshake] = {}
         self._geometry: Geometry | None = None
-        self._client: SocketClient | None = None
+        self._connection: Connection | None = None
         self._half: OffloadScheduler | None = None
         self._fill: Fill | None = None
         self._chooser = LoadOrCompute(
@@ -96,7 +95,7 @@ class SchedulerSide:
             )
         self._handshakes = theirs
         self._geometry = Geometry.of(self._cache_config, theirs)
-        self._client = connect(self._settings, "scheduler", arena=False)
+        self._connection = Connection(self._settings, "scheduler", arena=False)
 
     @property
     def half(self) -> OffloadScheduler | None:
@@ -106,8 +105,8 @@ class SchedulerSide:
         return self._half
 
     def _build(self) -> None:
-        geometry, manager, client = self._geometry, self._manager, self._client
-        if geometry is None or manager is None or client is None:
+        geometry, manager, connection = self._geometry, self._manager, self._connection
+        if geometry is None or manager is None or connection is None:
             return
         pool = VllmPool(manager.block_pool)
         if not pool.caching and any(group.window is not None for group in geometry.groups.all):
@@ -124,7 +123,7 @@ class SchedulerSide:
         )
         self._pool = pool
         self._half = OffloadScheduler(
-            client,
+            connection.client,
             pool,
             descriptor=self._descriptor(weights),
             groups=geometry.groups,
@@ -280,8 +279,8 @@ class SchedulerSide:
         self._weights.close()
         if self._half is not None:
             self._half.close()
-        elif self._client is not None:
-            self._client.close()
+        if self._connection is not None:
+            self._connection.close()
 
     # -- numbers ----------------------------------------------------------------------------------
 

@@ -12,17 +12,20 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.config import load_config
-from ebbtide.config_schema import VLLM_BELOW, VLLM_FIRST
+from ebbtide.config_schema import VLLM_BELOW, VLLM_FIRST, VLLM_HASH_FLAG
 from ebbtide.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from vllm.config import VllmConfig
 
     from ebbtide.config import Config
 
 RANGE = f"{VLLM_FIRST[0]}.{VLLM_FIRST[1]} to {VLLM_BELOW[0]}.{VLLM_BELOW[1] - 1}"
-PICKLED = ("sha256",)  # hashes a pickled tuple: its bytes change with Python and vLLM
-UNSEEDED = ("xxhash", "xxhash_cbor")  # random per process unless PYTHONHASHSEED is set
+PICKLED = ("sha256", "xxhash")  # hash a pickled tuple: its bytes change with Python and vLLM
+UNSEEDED = ("xxhash", "xxhash_cbor")  # random per process unless the seed is set
+SEED_VARIABLE = "PYTHONHASHSEED"
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Settings:
     loads: bool  # this engine reads from it
     hash_algorithm: str
     reproducible: bool  # another process computes the same keys
+    warnings: tuple[str, ...] = ()  # for the log, once per engine
 
     def store_settings(self) -> dict[str, Any]:
         """What a private store is started with."""
@@ -71,22 +75,54 @@ def read_settings(vllm_config: VllmConfig) -> Settings:
             decode_context_parallel_size=contexts[0],
             prefill_context_parallel_size=contexts[1],
         )
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        raise ConfigError(
+            "KV scales that are computed from an engine's first requests make its blocks unreadable"
+            " for every other engine",
+            next_step="Leave out --calculate-kv-scales: scales then come from the checkpoint.",
+        )
     extra = dict(transfer.kv_connector_extra_config or {})
     config = load_config(extra).config
     algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
     name = re.sub(r"_dp\d+$", "", str(transfer.engine_id))  # replicas of one host share a store
     engine = hashlib.sha256(str(transfer.engine_id).encode()).digest()[:16]
+    seeded = SEED_VARIABLE in os.environ  # vLLM takes an empty one too
+    reproducible = seeded or algorithm not in UNSEEDED
+    private = config.socket is None
     return Settings(
         config=config,
         extra=extra,
         engine=engine,
         socket=config.socket or _private_socket(name),
-        private=config.socket is None,
-        stores=transfer.is_kv_producer,
+        private=private,
+        # In a store of many, blocks that nobody else can name would only push others out.
+        stores=transfer.is_kv_producer and (reproducible or private),
         loads=transfer.is_kv_consumer,
         hash_algorithm=algorithm,
-        reproducible=algorithm not in UNSEEDED or bool(os.environ.get("PYTHONHASHSEED")),
+        reproducible=reproducible,
+        warnings=tuple(_warnings(algorithm, seeded=seeded, private=private)),
     )
+
+
+def _warnings(algorithm: str, *, seeded: bool, private: bool) -> Iterator[str]:
+    """What keeps engines from sharing blocks although nothing is wrong with any of them."""
+    if algorithm in UNSEEDED and not seeded:
+        lost = "nothing is written to disk" if private else "nothing is stored"
+        yield (
+            f"ebbtide: {algorithm} begins its hash chain at a random root, so that no other process"
+            f" can find this engine's blocks: {lost}. Start vLLM with {VLLM_HASH_FLAG}, or set"
+            f" {SEED_VARIABLE} to one value for all engines"
+        )
+    elif seeded:
+        yield (
+            f"ebbtide: {SEED_VARIABLE} is set and decides the root of the hash chain: engines with"
+            " another value, or without one, share no blocks with this one"
+        )
+    if algorithm in PICKLED:
+        yield (
+            f"ebbtide: {algorithm} hashes pickled Python objects, so that blocks are found again"
+            f" only by the same Python and vLLM. Start vLLM with {VLLM_HASH_FLAG}"
+        )
 
 
 def vllm_version() -> str:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import logging
 from typing import TYPE_CHECKING
 
-from ebbtide.connectors.client import SocketClient
 from ebbtide.connectors.offload.worker import TIERS, OffloadWorker
-from ebbtide.connectors.process import ensure_store
 from ebbtide.connectors.vllm.cache_groups import replicas_of, taking_part
+from ebbtide.connectors.vllm.connection import Connection
 from ebbtide.connectors.vllm.layout import layouts_of
 from ebbtide.connectors.vllm.metadata import Handshake, Reports, Shard
-from ebbtide.errors import TierUnavailableError
 from ebbtide.tiers.device import DeviceCopies
 
 if TYPE_CHECKING:
@@ -26,8 +23,6 @@ if TYPE_CHECKING:
     from ebbtide.connectors.vllm.settings import Settings
     from ebbtide.kernels.layout import PagedLayout
 
-_log = logging.getLogger("ebbtide.connectors.vllm")
-
 
 class WorkerSide:
     """Worker thread only. Its `half` supervises itself; what remains here is bookkeeping."""
@@ -40,6 +35,7 @@ class WorkerSide:
         self._settings = settings
         self._groups = taking_part(cache_config)
         self._half: OffloadWorker | None = None
+        self._connection: Connection | None = None
         self._handshake: Handshake | None = None
         self._jobs: dict[str, LoadJob] = {}  # under way, by request
         self._report: WorkerReport | None = None
@@ -64,9 +60,9 @@ class WorkerSide:
             if tp_rank % replicas == 0:
                 writes.append(number)
         self._handshake = Handshake(shards, self._backends(), _dtypes(layouts))
-        client = connect(self._settings, "worker", arena=True)
+        self._connection = Connection(self._settings, "worker", arena=True)
         self._half = OffloadWorker(
-            client,
+            self._connection.client,
             DeviceCopies(layouts),
             rank=rank,
             writes=writes,
@@ -120,6 +116,8 @@ class WorkerSide:
         """Copies first, then the connection."""
         if self._half is not None:
             self._half.close()
+        if self._connection is not None:
+            self._connection.close()
 
     def _backends(self) -> str:
         """Attention backends of this rank's layers and, on a CPU, how it packs keys."""
@@ -132,20 +130,6 @@ class WorkerSide:
                 if backend is not None:
                     found.add(f"{backend.get_name()}:{getattr(layer, 'isa', '')}")
         return ",".join(sorted(found))
-
-
-def connect(settings: Settings, role: str, *, arena: bool) -> SocketClient:
-    """Reach the store, starting a private one first. Blocking; at the engine's start only."""
-    if settings.private:
-        try:
-            ensure_store(settings.store_settings())
-        except TierUnavailableError as error:
-            _log.error("No store, so every block is computed: %s", error)
-    try:
-        return SocketClient(settings.socket, settings.engine, role, arena=arena)
-    except TierUnavailableError as error:
-        _log.warning("The store does not answer yet; until then every block is computed: %s", error)
-    return SocketClient(settings.socket, settings.engine, role, arena=arena, required=False)
 
 
 def _rank_of(vllm_config: VllmConfig) -> tuple[int, int]:

@@ -24,6 +24,9 @@ def prompt(seed: int, tokens: int = LONG) -> Prompt:
     return tuple(random.Random(seed).choices(range(3, VOCABULARY), k=tokens))
 
 
+USERS = [prompt(seed) for seed in range(3)]  # each takes 65 of 79 usable device blocks
+
+
 def tokens_of(answers: list[Answer]) -> list[tuple[int, ...]]:
     """The answers without what they cost."""
     return [answer.tokens for answer in answers]

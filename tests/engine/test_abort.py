@@ -9,13 +9,13 @@ import pytest
 from tests.engine.copies import HeldLoads
 from tests.engine.counters import assert_counters_add_up
 from tests.engine.in_process import Engine
-from tests.engine.prompts import LONG_RESTORED, prompt, tokens_of
+from tests.engine.prompts import LONG_RESTORED, USERS, tokens_of
 
 if TYPE_CHECKING:
     from tests.engine.conftest import Plain, Tiers
     from tests.engine.models import Models
 
-USER = prompt(0)
+USER = USERS[0]
 
 
 def load_has_begun(engine: Engine, loads: HeldLoads) -> None:

@@ -28,7 +28,6 @@ USERS = [prompt(20 + seed, 1010) for seed in range(3)]
         pytest.param("mla", {"blocks": 100, "block_size": 16, "max_model_len": 1152}, 1008, id="mla"),
     ],
 )
-@pytest.mark.parametrize("disk", [False, True], ids=["memory", "disk"])
 def test_answers_stay_the_same(
     models: Models,
     plain: Plain,
@@ -37,25 +36,24 @@ def test_answers_stay_the_same(
     model: str,
     flags: dict[str, Any],
     restored_each: int,
-    disk: bool,
 ) -> None:
     expected = plain(USERS, model, **flags)
-    engine = Engine(models[model], transfer=tiers(disk=disk), **flags)
-    first = engine.one_by_one(USERS)
-    if disk:
-        engine.close()
-        engine = Engine(models[model], transfer=tiers(), **flags)
-    else:
+    with Engine(models[model], transfer=tiers(), **flags) as engine:
+        first = engine.one_by_one(USERS)
         assert engine.reset()
-    with engine:
-        again = engine.one_by_one(USERS)
-        counters = engine.counters()
+        from_memory = engine.one_by_one(USERS)
+        warm = engine.counters()
+    with Engine(models[model], transfer=tiers(), **flags) as engine:
+        from_disk = engine.one_by_one(USERS)
+        cold = engine.counters()
         assert engine.reset()
         zeros_restored()
         control = engine.one_by_one(USERS)
     assert tokens_of(first) == tokens_of(expected)
-    assert tokens_of(again) == tokens_of(expected)
-    assert [answer.cached_tokens for answer in again] == [restored_each] * 3
-    assert counters.restored_from("disk" if disk else "memory") >= 3 * restored_each
-    assert_counters_add_up(counters, requests=3 if disk else 6)
+    for again, counters, tier in ((from_memory, warm, "memory"), (from_disk, cold, "disk")):
+        assert tokens_of(again) == tokens_of(expected)
+        assert [answer.cached_tokens for answer in again] == [restored_each] * 3
+        assert counters.restored_from(tier) == 3 * restored_each
+    assert_counters_add_up(warm, requests=6)
+    assert_counters_add_up(cold, requests=3)
     assert_mostly_different(expected, control)

@@ -6,15 +6,13 @@ from typing import TYPE_CHECKING
 
 from tests.engine.counters import assert_counters_add_up
 from tests.engine.in_process import Engine
-from tests.engine.prompts import LONG_RESTORED, prompt, tokens_of
+from tests.engine.prompts import LONG_RESTORED, USERS, tokens_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.engine.conftest import Plain, Tiers
     from tests.engine.models import Models
-
-USERS = [prompt(seed) for seed in range(3)]
 
 
 def test_the_first_of_two_connectors_restores(
@@ -33,6 +31,7 @@ def test_the_first_of_two_connectors_restores(
     }
     with Engine(models["llama"], transfer=both) as engine:
         first = engine.one_by_one(USERS)
+        assert engine.reset()
         again = engine.one_by_one(USERS)
         counters = engine.counters()
     assert tokens_of(first + again) == tokens_of(plain(USERS) * 2)

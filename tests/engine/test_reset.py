@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from tests.engine.counters import assert_counters_add_up
 from tests.engine.in_process import Engine
-from tests.engine.prompts import LONG_RESTORED, prompt, tokens_of
+from tests.engine.prompts import LONG_RESTORED, USERS, tokens_of
 
 if TYPE_CHECKING:
     from tests.engine.conftest import Plain, Tiers
     from tests.engine.models import Models
 
-USER = [prompt(0)]
+USER = USERS[:1]
 
 
 def test_a_plain_reset_leaves_the_tiers_alone(models: Models, plain: Plain, tiers: Tiers) -> None:

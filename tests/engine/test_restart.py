@@ -6,15 +6,19 @@ from typing import TYPE_CHECKING
 
 from tests.engine.counters import assert_counters_add_up
 from tests.engine.in_process import Engine
-from tests.engine.prompts import LONG_RESTORED, assert_mostly_different, prompt, tokens_of
+from tests.engine.prompts import (
+    LONG_RESTORED,
+    USERS,
+    assert_mostly_different,
+    prompt,
+    tokens_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tests.engine.conftest import Plain, Tiers
     from tests.engine.models import Models
-
-USERS = [prompt(seed) for seed in range(3)]
 
 
 def test_after_a_restart_prompts_come_from_the_disk(

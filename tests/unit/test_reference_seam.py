@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from tests.controls import TINY, one_thread
 
 from ebbtide.allocator import pack_key, unpack_key
 from ebbtide.connectors import seam
-from ebbtide.connectors.reference import Engine, ModelConfig, RequestOutput
+from ebbtide.connectors.reference import Engine, RequestOutput
 from ebbtide.connectors.reference.device_pool import GROUP, ReferencePool
 from ebbtide.errors import MisuseError
 from ebbtide.kernels.copy import gather, scatter
@@ -21,21 +22,15 @@ if TYPE_CHECKING:
 
     from ebbtide.allocator import BlockPool
 
-TINY = ModelConfig(
-    hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, ffn_size=128
-)
 BLOCK = 16
 NEW_TOKENS = 16
 GARBAGE = 0x7F  # as float32 about 3e38: whoever reads it answers nonsense
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Products this small gain nothing from threads, and lose much where cores are busy."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def single() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 @dataclass
@@ -105,9 +100,7 @@ class DictScheduler:
         stores: list[seam.StoreJob] = []
         self.offered += newly_full
         for ref in newly_full:
-            block_hash = self.pool.blocks[ref.block_id].block_hash
-            assert block_hash is not None
-            assert pack_key(block_hash, GROUP) == ref.key
+            assert ReferencePool(self.pool).content(ref.block_id) == ref.key
             self.pool.touch([self.pool.blocks[ref.block_id]])
             sequence = len(self.offered) * 1000 + len(stores)
             self.storing[sequence] = ref

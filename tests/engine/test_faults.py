@@ -1,0 +1,231 @@
+"""What a store in trouble may cost: time and hits, never a token, a request or the engine.
+
+Each test has an engine in the test's process on a store in another one, does something to that
+store and asks on. At its end the engine has answered everything as vLLM without a cache does, has
+named a reason for every miss, and restores again once the store is well.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.engine.copies import HeldLoads
+from tests.engine.counters import assert_counters_add_up
+from tests.engine.in_process import Engine
+from tests.engine.prompts import prompt, tokens_of
+from tests.engine.servers import SharedStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.engine.conftest import Plain, Tiers
+    from tests.engine.models import Models
+    from tests.engine.prompts import Answer
+
+USERS = [prompt(seed) for seed in range(3)]
+OTHERS = [prompt(seed) for seed in (1001, 1002)]  # enough to push a user off the device
+STOPPED_S = float(os.environ.get("EBBTIDE_TEST_STOPPED_S", "10"))
+RECORD_BYTES = 128 << 10  # of the Llama
+SMALL_FILES_BYTES = 64 << 10
+PATIENCE_S = 30.0
+
+
+class Shaken:
+    """An engine on a store of its own, and the answers that it has to give whatever happens."""
+
+    def __init__(self, engine: Engine, store: SharedStore, plain: Plain) -> None:
+        self.engine = engine
+        self.store = store
+        self.misses: dict[str, int] = {}  # by reason, of the last `ask`
+        self.restored: dict[str, int] = {}  # tokens by tier, of the last `ask`
+        self._plain = plain
+        self._asked = 0
+
+    def ask(self, prompts: list[tuple[int, ...]]) -> list[Answer]:
+        """One by one. Every answer is compared and every block accounted for."""
+        before = self.engine.counters()
+        answers = self.engine.one_by_one(prompts)
+        assert tokens_of(answers) == tokens_of([self._plain([one])[0] for one in prompts])
+        self.count(before, len(prompts))
+        return answers
+
+    def count(self, before: Any, requests: int) -> None:
+        """What was counted since `before`, which must be whole."""
+        counters = self.engine.counters().since(before)
+        assert_counters_add_up(counters, requests=requests)
+        self.misses = counters.by("ebbtide_miss_blocks_total", "reason")
+        tokens = counters.by("ebbtide_hit_tokens_total", "tier")
+        self.restored = {tier: n for tier, n in tokens.items() if tier != "device"}
+
+    def again_well(self) -> None:
+        """The engine finds the store again, stores, and restores."""
+        self.engine.ready()
+        self.ask([USERS[0], *OTHERS])
+        self.ask([USERS[0]])
+        assert self.restored, self.misses
+
+
+@pytest.fixture(scope="module", autouse=True)
+def known(plain: Plain) -> None:
+    """The one plain engine of these tests has come and gone before the first of them."""
+    for one in [*USERS, *OTHERS]:
+        plain([one])
+
+
+@contextmanager
+def shaken(
+    models: Models, plain: Plain, tiers: Tiers, directory: Path, **sizes: Any
+) -> Iterator[Shaken]:
+    with SharedStore(directory, **sizes) as store:
+        transfer = tiers(disk=False, socket=store.socket, load_timeout="2s")
+        with Engine(models["llama"], transfer=transfer) as engine:
+            found = Shaken(engine, store, plain)
+            yield found
+            found.again_well()
+            assert engine.free_blocks == engine.blocks - 1
+
+
+def test_reads_that_fail_are_misses(
+    models: Models, plain: Plain, tiers: Tiers, tmp_path: Path
+) -> None:
+    with shaken(models, plain, tiers, tmp_path, memory="16MiB") as found:
+        found.ask(USERS)
+        found.store.stop()
+        found.store.start()  # all of it is on the disk alone
+        found.engine.ready()
+        os.truncate(found.store.slab, 0)  # every read ends before its end
+        found.ask(USERS)
+        assert found.misses.get("io_error", 0) > 0, found.misses
+        assert not found.restored
+        found.store.stop()
+        found.store.start()
+
+
+def test_records_that_rot_on_the_disk_are_misses(
+    models: Models, plain: Plain, tiers: Tiers, tmp_path: Path
+) -> None:
+    with shaken(models, plain, tiers, tmp_path) as found:
+        found.ask(USERS)
+        found.store.stop()
+        found.store.flip_disk(RECORD_BYTES)
+        found.store.start()
+        found.engine.ready()
+        found.ask(USERS)
+        assert found.misses.get("corrupt", 0) > 0, found.misses
+        assert not found.restored
+        assert found.store.stats()["disk"]["corrupt"] > 0
+
+
+def test_records_that_rot_in_memory_are_misses(
+    models: Models, plain: Plain, tiers: Tiers, tmp_path: Path
+) -> None:
+    with shaken(models, plain, tiers, tmp_path, disk=None) as found:
+        found.ask(USERS)
+        found.store.flip_memory(RECORD_BYTES)
+        found.ask(USERS)
+        assert found.misses.get("corrupt", 0) > 0, found.misses
+        assert not found.restored
+
+
+def test_a_store_killed_during_a_load(
+    models: Models,
+    plain: Plain,
+    tiers: Tiers,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with shaken(models, plain, tiers, tmp_path, memory="16MiB") as found:
+        found.ask([USERS[0], *OTHERS])
+        before = found.engine.counters()
+        held = HeldLoads(monkeypatch)
+        found.engine.add("during", USERS[0])
+        core = found.engine.llm.llm_engine
+        deadline = time.monotonic() + PATIENCE_S
+        while not held.begun.is_set():
+            assert time.monotonic() < deadline, "no load begins"
+            core.step()
+        found.store.kill()
+        held.release()
+        answered: list[tuple[int, ...]] = []
+        while core.has_unfinished_requests():
+            assert time.monotonic() < deadline, "the request never ends"
+            done = [output for output in core.step() if output.finished]
+            answered += [tuple(output.outputs[0].token_ids) for output in done]
+        assert answered == [plain([USERS[0]])[0].tokens]
+        found.count(before, 1)
+        assert {"unknown", "io_error"} & found.misses.keys(), found.misses
+        found.ask([USERS[1], USERS[0]])  # nobody answers
+        assert found.misses.keys() & {"unknown"}, found.misses
+        assert not found.restored
+        found.store.start()
+
+
+def test_a_disk_that_takes_no_more(
+    models: Models, plain: Plain, tiers: Tiers, tmp_path: Path
+) -> None:
+    """Writes fail as on a full file system: beyond a size, every one of them."""
+    with shaken(models, plain, tiers, tmp_path, memory="16MiB") as found:
+        found.ask(USERS[:1])
+        limits = resource.prlimit(found.store.process.pid, resource.RLIMIT_FSIZE)
+        full = (SMALL_FILES_BYTES, limits[1])
+        resource.prlimit(found.store.process.pid, resource.RLIMIT_FSIZE, full)
+        for _ in range(2):
+            found.ask([*USERS, *OTHERS])
+        assert found.store.stats()["disk"]["down"]
+        assert found.misses.keys() & {"evicted", "never_seen", "io_error"}, found.misses
+        resource.prlimit(found.store.process.pid, resource.RLIMIT_FSIZE, limits)
+        found.store.kill()
+        found.store.start()
+
+
+def test_tiers_that_are_too_small_for_what_is_asked(
+    models: Models, plain: Plain, tiers: Tiers, tmp_path: Path
+) -> None:
+    """Each takes over the room of others; whoever comes last is served."""
+    with shaken(models, plain, tiers, tmp_path, memory="4MiB", disk="16MiB") as found:
+        for _ in range(2):
+            found.ask([*USERS, *OTHERS])
+        assert found.misses.get("evicted", 0) > 0, found.misses
+        assert found.store.stats()["disk"]["evicted"] > 0
+
+
+def test_a_socket_path_that_is_removed(
+    models: Models, plain: Plain, tiers: Tiers, tmp_path: Path
+) -> None:
+    with shaken(models, plain, tiers, tmp_path) as found:
+        found.ask([USERS[0], *OTHERS])
+        os.unlink(found.store.socket)
+        found.ask([USERS[0]])  # the connection needs no path
+        assert found.restored
+        found.store.kill()
+        found.ask(OTHERS)
+        assert found.misses.keys() & {"unknown"}, found.misses
+        assert not found.restored
+        found.store.start()
+
+
+def test_a_store_that_is_stopped_for_a_while(
+    models: Models, plain: Plain, tiers: Tiers, tmp_path: Path
+) -> None:
+    with shaken(models, plain, tiers, tmp_path) as found:
+        found.ask(USERS)
+        found.store.process.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        woken = threading.Timer(STOPPED_S, found.store.process.send_signal, (signal.SIGCONT,))
+        woken.start()
+        answered, reasons = 0, set[str]()
+        while time.monotonic() - began < STOPPED_S:
+            found.ask([USERS[answered % len(USERS)]])
+            reasons |= found.misses.keys()
+            answered += woken.is_alive()
+        woken.join()
+        assert answered >= 2, "nothing was answered while the store stood still"
+        assert "timeout" in reasons
