@@ -43,6 +43,11 @@ class NamespaceLink:
         return self._descriptor
 
     @property
+    def opening(self) -> bool:
+        """A store was asked for the namespace and has not answered yet."""
+        return bool(self._ticket) and self._client.incarnation == self._incarnation
+
+    @property
     def pending(self) -> bool:
         """The content is not known for sure yet."""
         return self._pending

@@ -353,6 +353,8 @@ class OffloadScheduler:
 
     def _reason(self, asked: Asked, end: int) -> str:
         if asked.states is None:
+            if self._link.opening or self._link.pending:
+                return label(Miss.NAMESPACE_PENDING)
             no_store = asked.lost or self._link.handle is None
             return label(Miss.UNKNOWN if no_store else Miss.TIMEOUT)
         code = asked.stop_code(end)

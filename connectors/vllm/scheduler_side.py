@@ -74,6 +74,7 @@ class SchedulerSide:
         self._local_tokens: dict[str, int] = {}  # at the last question, by request
         self._clock = PrefillClock()
         self._deltas = Deltas()
+        self._mark: tuple[int, ...] = ()  # of the totals that were reported last
         self._gauges: Values = {}
         self._closed = False
 
@@ -302,6 +303,10 @@ class SchedulerSide:
             return None
         for prefill in self._clock.step_ended():
             self._chooser.observe_prefill(prefill.tokens, prefill.elapsed_s)
+        mark = (*half.tally.mark(), half.faults.count + faults, half.connected)
+        if mark == self._mark:
+            return None
+        self._mark = mark
         totals, gauges = numbers(half, self._chooser, faults)
         grown = self._deltas.since(totals)
         changed = gauges != self._gauges

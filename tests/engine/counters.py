@@ -48,6 +48,15 @@ class Counters:
                     values[series] = values.get(series, 0.0) + sample.value
         return cls(values)
 
+    def __repr__(self) -> str:
+        """Our own series, one a line: what a failed assertion shows."""
+        ours = (
+            f"{name}{dict(labels) or ''} {round(value)}"
+            for (name, labels), value in sorted(self.values.items(), key=str)
+            if name.startswith("ebbtide_") and value
+        )
+        return "\n".join(["counters:", *ours])
+
     def since(self, before: Counters) -> Counters:
         """The growth since `before`; series without growth are left out."""
         growth = {key: value - before.values.get(key, 0.0) for key, value in self.values.items()}
@@ -97,12 +106,12 @@ def assert_counters_add_up(counters: Counters, *, requests: int | None = None) -
     hits = counters.by("ebbtide_hit_blocks_total", "tier")
     misses = counters.by("ebbtide_miss_blocks_total", "reason")
     asked = counters.total("ebbtide_prompt_blocks_total")
-    assert asked == sum(hits.values()) + sum(misses.values()), (asked, hits, misses)
+    assert asked == sum(hits.values()) + sum(misses.values()), counters
     assert asked > 0 or requests == 0, "nothing was counted"
     assert hits.keys() <= HIT_TIERS, hits
     assert min([*hits.values(), *misses.values()]) >= 0, (hits, misses)
     hit_tokens = counters.by("ebbtide_hit_tokens_total", "tier")
     assert hit_tokens.keys() == hits.keys(), (hit_tokens, hits)
     if requests is not None:
-        assert counters.total("ebbtide_requests_total") == requests
-    assert counters.total("ebbtide_faults_total") == 0, counters.values
+        assert counters.total("ebbtide_requests_total") == requests, counters
+    assert counters.total("ebbtide_faults_total") == 0, counters

@@ -44,9 +44,7 @@ DEFAULT_FLAGS: dict[str, Any] = {
 
 def greedy(max_tokens: int = ANSWER_TOKENS) -> SamplingParams:
     """Exactly `max_tokens` greedy tokens, as ids."""
-    return SamplingParams(
-        max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False
-    )
+    return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False)
 
 
 class Engine:
@@ -126,9 +124,7 @@ class Engine:
     ) -> list[Answer]:
         """Answer all prompts in one batch, in order."""
         asked = [engine_prompt(prompt, salt) for prompt in prompts]
-        outputs = self.llm.generate(
-            asked, greedy(max_tokens), use_tqdm=False, lora_request=lora
-        )
+        outputs = self.llm.generate(asked, greedy(max_tokens), use_tqdm=False, lora_request=lora)
         return [
             Answer(tuple(output.outputs[0].token_ids), output.num_cached_tokens or 0)
             for output in outputs

@@ -320,9 +320,10 @@ class SharedStore:
     def flip_memory(self, stride_bytes: int) -> None:
         """Turn one bit in every `stride_bytes` of the arena. While it runs and nobody else does."""
         place = Path(f"/proc/{self.process.pid}/fd")
-        arenas = [one for one in place.iterdir() if os.readlink(one).startswith("/memfd:")]
+        memfds = [one for one in place.iterdir() if os.readlink(one).startswith("/memfd:")]
+        arenas = {one.stat().st_ino: one for one in memfds}
         assert arenas, "the store has no arena"
-        for arena in arenas:
+        for arena in arenas.values():
             with open(arena, "r+b") as file:
                 _flip(file.fileno(), stride_bytes)
 

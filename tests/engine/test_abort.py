@@ -25,9 +25,7 @@ def load_has_begun(engine: Engine, loads: HeldLoads) -> None:
         if loads.begun.wait(0.005):
             break
     assert loads.begun.is_set()
-    assert [r.status.name for r in engine.scheduler.requests.values()] == [
-        "WAITING_FOR_REMOTE_KVS"
-    ]
+    assert [r.status.name for r in engine.scheduler.requests.values()] == ["WAITING_FOR_REMOTE_KVS"]
 
 
 def abort_all(engine: Engine, loads: HeldLoads, steps: int = 5) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tests.engine.conftest import Plain, Tiers
     from tests.engine.models import Models
 
+
 @pytest.mark.parametrize(
     "flags",
     [

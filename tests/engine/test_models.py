@@ -25,7 +25,9 @@ USERS = [prompt(20 + seed, 1010) for seed in range(3)]
         # Six groups: a prompt takes 33 blocks of the full group and a window's of each other.
         pytest.param("gemma", {"blocks": 250, "max_model_len": 1152}, 992, id="sliding_windows"),
         # The CPU's kernel for latents has blocks of 16 tokens.
-        pytest.param("mla", {"blocks": 100, "block_size": 16, "max_model_len": 1152}, 1008, id="mla"),
+        pytest.param(
+            "mla", {"blocks": 100, "block_size": 16, "max_model_len": 1152}, 1008, id="mla"
+        ),
     ],
 )
 def test_answers_stay_the_same(
@@ -52,8 +54,8 @@ def test_answers_stay_the_same(
     assert tokens_of(first) == tokens_of(expected)
     for again, counters, tier in ((from_memory, warm, "memory"), (from_disk, cold, "disk")):
         assert tokens_of(again) == tokens_of(expected)
-        assert [answer.cached_tokens for answer in again] == [restored_each] * 3
-        assert counters.restored_from(tier) == 3 * restored_each
+        assert [answer.cached_tokens for answer in again] == [restored_each] * 3, counters
+        assert counters.restored_from(tier) == 3 * restored_each, counters
     assert_counters_add_up(warm, requests=6)
     assert_counters_add_up(cold, requests=3)
     assert_mostly_different(expected, control)
