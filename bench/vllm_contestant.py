@@ -122,12 +122,15 @@ class Contestant:
         self._answer(ANSWER_TIMEOUT_S)
 
     def restart(self) -> None:
-        """End engine and tiers and start them again; the disk's page cache is dropped between."""
+        """End engine and tiers and start them again, on the same disk tier."""
         self.close()
-        if self._spec.tiers.disk_path is not None:
-            drop_page_cache(Path(self._spec.tiers.disk_path))
         self._start()
         self.until_ready()
+
+    def drop_page_cache(self) -> None:
+        """Have its disk tier read from the device the next time, where it does buffered I/O."""
+        if self._spec.tiers.disk_path is not None:
+            drop_page_cache(Path(self._spec.tiers.disk_path))
 
     def close(self) -> None:
         """End the worker and what it has started. Idempotent; at most two minutes."""

@@ -17,6 +17,7 @@ from ebbtide.connectors.seam import BlockRef, StepMetadata, WorkerReport
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from ebbtide.connectors.offload.load_or_compute import LoadOrCompute
     from ebbtide.tiers.arena import Arena
 
 RECORD_BYTES = 4096
@@ -88,6 +89,7 @@ class Bench:
         writers: Mapping[int, int] | None = None,
         bounds: SchedulerBounds | None = None,
         lazy: bool = False,
+        chooser: LoadOrCompute | None = None,
     ) -> None:
         """`blocks` are all of group 0, whatever other `groups` there are."""
         self.client = ScriptedClient()
@@ -103,6 +105,7 @@ class Bench:
             writers=writers,
             bounds=bounds or SchedulerBounds(),
             lazy=lazy,
+            chooser=chooser,
             now=lambda: self.now,
         )
         self.open_namespace()

@@ -92,6 +92,7 @@ class OffloadScheduler:
         self._cancelled: list[str] = []
         self._ended: list[LoadResult] = []  # on every rank; the engine has not been told
         self._void_loads = False
+        self._silent = False  # an answer is late and none has come since: nobody waits any more
         self._closed = False
         self._link.renew()
 
@@ -125,7 +126,8 @@ class OffloadScheduler:
             self._ask(request_id, asked)
         late = self._now() - asked.asked_at_s > self._bounds.lookup_timeout_s
         if asked.states is None:
-            return None if asked.ticket and not late else 0
+            self._silent = self._silent or (bool(asked.ticket) and late)
+            return None if asked.ticket and not self._silent else 0
         end = asked.hit_end(local_tokens)
         if asked.stop_code(end) == Place.PENDING and not late:
             asked.states = None  # somebody is putting it right now: ask again
@@ -432,6 +434,7 @@ class OffloadScheduler:
     def _poll(self) -> None:
         self._take_all()  # what an earlier fault left here belongs to the store of that time
         self._completions.extend(self._client.poll())
+        self._silent = self._silent and not self._completions
         self._take_all()
         if self._link.renew():
             self._demotions.new_store()

@@ -7,7 +7,6 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
-
 from tests.engine import environment
 from tests.leaks import leaks_since, take_snapshot
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from tests.engine.prompts import VOCABULARY
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     DeepseekV2Config,
@@ -19,8 +20,6 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
-
-from tests.engine.prompts import VOCABULARY
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,7 +34,7 @@ _COMMON: dict[str, Any] = {
 }
 
 
-def _llama(seed: int) -> torch.nn.Module:
+def _llama(seed: int) -> Any:
     """Four layers of full attention, 128 KiB of KV per block of 32 tokens."""
     torch.manual_seed(seed)
     return LlamaForCausalLM(
@@ -51,7 +50,7 @@ def _llama(seed: int) -> torch.nn.Module:
     )
 
 
-def _gemma() -> torch.nn.Module:
+def _gemma() -> Any:
     """Five layers with a sliding window of 128 tokens and one with full attention: six groups."""
     torch.manual_seed(2)
     model: Any = Gemma3ForCausalLM(
@@ -75,7 +74,7 @@ def _gemma() -> torch.nn.Module:
     return model
 
 
-def _mla() -> torch.nn.Module:
+def _mla() -> Any:
     """Two layers of multi-head latent attention: one latent per token instead of K and V."""
     torch.manual_seed(3)
     return DeepseekV2ForCausalLM(
@@ -103,7 +102,7 @@ def _mla() -> torch.nn.Module:
     )
 
 
-_MAKERS: dict[str, Callable[[], torch.nn.Module]] = {
+_MAKERS: dict[str, Callable[[], Any]] = {
     "llama": lambda: _llama(0),
     "other_llama": lambda: _llama(1),  # the same shapes, other weights
     "gemma": _gemma,

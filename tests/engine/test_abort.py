@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import pytest
-
 from tests.engine.copies import HeldLoads
 from tests.engine.counters import assert_counters_add_up
 from tests.engine.in_process import Engine
 from tests.engine.prompts import LONG_RESTORED, USERS, tokens_of
 
 if TYPE_CHECKING:
+    import pytest
     from tests.engine.conftest import Plain, Tiers
     from tests.engine.models import Models
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,7 @@ def assert_exact_cover(geometry: Geometry, ranks: dict[Rank, Handshake]) -> None
         edges = sorted(spans.items())
         assert edges[0][0] == 0
         assert edges[-1][1] == group.record_bytes
-        assert all(end == start for (_, end), (start, _) in zip(edges, edges[1:], strict=False))
+        assert all(end == start for (_, end), (start, _) in itertools.pairwise(edges))
         assert len(edges) == geometry.writers[group.number] <= held
 
 
@@ -203,7 +204,7 @@ def odd_specs() -> list[Any]:
 @pytest.mark.parametrize("index", range(5))
 def test_groups_that_cannot_be_restored_are_refused_by_name(index: int) -> None:
     cache = cache_of(full(), odd_specs()[index])
-    with pytest.raises(ConfigError, match="group 1 holds .*run this model without ebbtide"):
+    with pytest.raises(ConfigError, match=r"group 1 holds .*run this model without ebbtide"):
         taking_part(cache)
 
 

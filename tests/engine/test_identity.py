@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-
 from tests.engine.counters import assert_counters_add_up
 from tests.engine.in_process import Engine
 from tests.engine.prompts import (
@@ -58,7 +57,7 @@ def test_answers_stay_the_same_when_prompts_come_back(
 
 
 CROWD = [prompt(100 + seed, 320) for seed in range(16)]
-PRESSURE = {"blocks": 76, "max_num_seqs": 8}
+PRESSURE: dict[str, Any] = {"blocks": 76, "max_num_seqs": 8}
 
 
 def test_answers_stay_the_same_under_preemption(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-
 from tests.engine.counters import assert_counters_add_up
 from tests.engine.in_process import Engine
 from tests.engine.prompts import assert_mostly_different, prompt, tokens_of
@@ -16,18 +15,18 @@ if TYPE_CHECKING:
     from tests.engine.conftest import Plain, Tiers
     from tests.engine.models import Models
 
+# 1008 tokens and two: the CPU's kernel for latents adds up in another order behind a restored
+# prefix, and tokens close to a tie flip, with vLLM alone as well; not so for this remainder.
 USERS = [prompt(20 + seed, 1010) for seed in range(3)]
 
 
 @pytest.mark.parametrize(
     ("model", "flags", "restored_each"),
     [
-        # Six groups: a prompt takes 33 blocks of the full group and a window's of each other.
-        pytest.param("gemma", {"blocks": 250, "max_model_len": 1152}, 992, id="sliding_windows"),
+        # Six groups: a prompt takes 32 blocks of the full group and a window's of each other.
+        pytest.param("gemma", {"blocks": 250}, 992, id="sliding_windows"),
         # The CPU's kernel for latents has blocks of 16 tokens.
-        pytest.param(
-            "mla", {"blocks": 100, "block_size": 16, "max_model_len": 1152}, 1008, id="mla"
-        ),
+        pytest.param("mla", {"blocks": 100, "block_size": 16}, 1008, id="latents"),
     ],
 )
 def test_answers_stay_the_same(
@@ -39,6 +38,7 @@ def test_answers_stay_the_same(
     flags: dict[str, Any],
     restored_each: int,
 ) -> None:
+    flags = {**flags, "max_model_len": 1152}
     expected = plain(USERS, model, **flags)
     with Engine(models[model], transfer=tiers(), **flags) as engine:
         first = engine.one_by_one(USERS)

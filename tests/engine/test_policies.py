@@ -1,15 +1,15 @@
-"""What an operator can set, seen in a running engine: when blocks are stored, and what is refused."""
+"""What an operator can set, seen in a running engine: what is stored, and what is refused."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
-
-from ebbtide.errors import ConfigError
 from tests.engine.counters import assert_counters_add_up
 from tests.engine.in_process import Engine
 from tests.engine.prompts import LONG_RESTORED, USERS, prompt, tokens_of
+
+from ebbtide.errors import ConfigError
 
 if TYPE_CHECKING:
     from tests.engine.conftest import Plain, Tiers
@@ -57,7 +57,7 @@ def test_the_default_load_failure_policy_is_refused_with_the_fix(
 def test_a_hash_with_a_random_root_warns_and_leaves_nothing_on_disk(
     models: Models, plain: Plain, tiers: Tiers, caplog: pytest.LogCaptureFixture
 ) -> None:
-    flags = {"prefix_caching_hash_algo": "xxhash"}
+    flags: dict[str, Any] = {"prefix_caching_hash_algo": "xxhash"}
     with Engine(models["llama"], transfer=tiers(), **flags) as engine:
         first = engine.one_by_one(USERS[:1])
         assert engine.reset()

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 from prometheus_client import generate_latest
-
 from tests.engine.adapters import write_adapter
 from tests.engine.counters import assert_counters_add_up
 from tests.engine.in_process import Engine

@@ -153,6 +153,27 @@ def test_a_fault_while_a_rank_reports_loses_no_load_and_hides_no_failure(
     assert not bench.half.has_pending_work()
 
 
+def test_a_fault_over_one_load_counts_no_rank_of_another_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else it would run while a rank still writes to its blocks."""
+    bench = Bench(ranks=2)
+    both = []
+    for name, first in (("a", 1), ("b", 11)):
+        bench.arrive(name, 33)
+        bench.held([M, M])
+        assert bench.half.matched_tokens(name, 0) == 32
+        bench.half.on_allocated(name, [range(first, first + 3)], 0, 32)
+        both.append(LoadResult(name, 2, ("memory", "memory")))
+    assert len(bench.step().loads) == 2
+    assert bench.half.on_report(WorkerReport(1, loads=[both[1]])) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.half, "_count_load", lambda load: 1 / 0)
+        assert bench.half.on_report(WorkerReport(0, loads=list(both))) == [both[1]]
+    assert bench.half.faults.count == 1
+    assert bench.half.on_report(WorkerReport(1, loads=[both[0]])) == [both[0]]
+
+
 @pytest.mark.parametrize("seed", range(READMISSION_SEEDS))
 def test_p24_a_readmitted_request_meets_its_own_late_transfers(seed: int) -> None:
     """Stores and loads are pending while it is preempted and comes back, three times."""
