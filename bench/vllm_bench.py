@@ -7,13 +7,13 @@ Every contestant is a vLLM in a process of its own; they are asked the same prom
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import sys
 import tempfile
 from contextlib import ExitStack, closing
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ebbtide.bench import vllm_miss, vllm_ttft
 from ebbtide.bench.pairs import PAIRS_MIN, rotated
@@ -36,7 +36,10 @@ if TYPE_CHECKING:
     from ebbtide.bench.vllm_contestant import Design
     from ebbtide.bench.vllm_sizes import Load
 
+T = TypeVar("T")
+
 TINY = "tiny"
+DESIGNS = (PLAIN, MEMORY, MEMORY_AND_DISK)
 CASES = (vllm_miss.NAME, vllm_ttft.NAME)
 LENGTHS = (512, 1024, 2048, 4096)
 QUICK_LENGTHS = (512, 2048)
@@ -55,6 +58,13 @@ def _lengths(text: str) -> tuple[int, ...]:
             f"{text!r} is no list of lengths above {BLOCK_SIZE} tokens, such as 512,2048"
         )
     return lengths
+
+
+def _length(text: str) -> int:
+    (length,) = _lengths(text) if "," not in text else (0,)
+    if not length:
+        raise argparse.ArgumentTypeError(f"{text!r} is no length")
+    return length
 
 
 def _cases(text: str) -> tuple[str, ...]:
@@ -90,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--miss-tokens",
-        type=_count,
+        type=_length,
         default=MISS_TOKENS,
         help=f"prompt length of miss (default {MISS_TOKENS})",
     )
@@ -122,14 +132,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    if importlib.util.find_spec("vllm") is None:
+    if find_spec("vllm") is None:
         raise ConfigError(
             "This Python has no vLLM",
             next_step="Start `ebbtide bench vllm` with an environment that has it; in a checkout, "
             "`make test-engine` makes one: .venv-vllm/bin/ebbtide bench vllm",
             python=sys.executable,
         )
-    if args.peer is not None and importlib.util.find_spec(args.peer) is None:
+    if args.peer is not None and find_spec(args.peer) is None:
         raise ConfigError(
             f"This Python has no {args.peer}",
             next_step="Install lmcache==0.5.6 into the environment of vLLM, or leave out --peer.",
@@ -143,18 +153,21 @@ def _check(args: argparse.Namespace) -> None:
 
 
 class VllmBench:
-    """The options, resolved."""
+    """The options, resolved. `designs` are replaced by tests; the first one has no tiers."""
 
-    def __init__(self, args: argparse.Namespace, scratch: str) -> None:
+    def __init__(
+        self, args: argparse.Namespace, scratch: str, *, designs: Sequence[Design] = DESIGNS
+    ) -> None:
         """`scratch`: an empty directory, for the model, sockets and logs."""
         self.args = args
+        self._designs = designs
         self.pairs: int = args.pairs or (QUICK_PAIRS if args.quick else PAIRS_MIN)
         self.lengths: tuple[int, ...] = args.lengths or (QUICK_LENGTHS if args.quick else LENGTHS)
         self._scratch = scratch
-        self._model, self._dtype = os.path.abspath(args.model), "auto"
+        self.model, self._dtype = os.path.abspath(args.model), "auto"
         if args.model == TINY:
-            self._model, self._dtype = os.path.join(scratch, "model"), "float32"
-            write_tiny_model(Path(self._model))
+            self.model, self._dtype = os.path.join(scratch, "model"), "float32"
+            write_tiny_model(Path(self.model))
 
     def run(self) -> Iterator[Findings]:
         """What each case found; with `--json` its lines are printed as it ends."""
@@ -167,7 +180,7 @@ class VllmBench:
 
     def _miss(self) -> Findings:
         load = vllm_miss.load(self.args.miss_tokens)
-        designs = [PLAIN, MEMORY, MEMORY_AND_DISK, *([PEER] if self.args.peer else [])]
+        designs = [*self._designs, *([PEER] if self.args.peer else [])]
         with ExitStack() as stack:
             contestants = self._open(stack, designs, load)
             rounds = vllm_miss.MissRounds(self.args.miss_tokens, self.args.miss_prompts)
@@ -176,8 +189,7 @@ class VllmBench:
 
     def _ttft(self) -> Findings:
         load = vllm_ttft.load(self.lengths, self.pairs)
-        designs = [PLAIN, MEMORY, MEMORY_AND_DISK]
-        designs += [PEER, PEER_AND_DISK] if self.args.peer else []
+        designs = [*self._designs, *([PEER, PEER_AND_DISK] if self.args.peer else [])]
         with ExitStack() as stack:
             contestants = self._open(stack, designs, load)
             found = Findings(contestants[0].record_bytes)
@@ -208,13 +220,13 @@ class VllmBench:
             record_bytes=record_bytes,
             directory=own,
             disk_path=os.path.join(os.path.abspath(disks), "disk"),
-            model=self._model,
+            model=self.model,
             dtype=self._dtype,
         )
         return stack.enter_context(closing(Contestant(design, spec, self.args.threads)))
 
 
-def in_turn(contestants: Sequence[Contestant], round_number: int) -> list[Contestant]:
+def in_turn(contestants: Sequence[T], round_number: int) -> list[T]:
     """The order of one round: A B, then B A; with more of them, each also begins in its turn."""
     order = rotated(contestants, round_number // 2)
     return order[::-1] if round_number % 2 else order

@@ -66,6 +66,7 @@ def environment(threads: int) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "LMCACHE_TRACK_USAGE": "false",
+        "LMCACHE_LOG_LEVEL": "WARNING",  # by default it logs several lines per request
         "HF_HUB_OFFLINE": "1",
         "PYTHONHASHSEED": "0",
         "PYTHONSAFEPATH": "1",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -134,7 +135,22 @@ def digest(*args: Any, **kwargs: Any) -> str:
     return namespace_digest(described(*args, **kwargs).pairs()).hex()
 
 
-def root_of(seed: str | None) -> dict[str, str]:
-    """The environment of a process whose hash chain begins at `seed`."""
-    environment = {name: one for name, one in os.environ.items() if name != "PYTHONHASHSEED"}
-    return environment if seed is None else {**environment, "PYTHONHASHSEED": seed}
+def without_seed() -> dict[str, str]:
+    """The environment of a process that is given no root for its hash chain."""
+    return {name: one for name, one in os.environ.items() if name != "PYTHONHASHSEED"}
+
+
+def with_values(config: Any, place: str, **values: Any) -> Any:
+    """A copy with other values in one section, past vLLM's own checks."""
+    other = copy.deepcopy(config)
+    for name, value in values.items():
+        object.__setattr__(getattr(other, place), name, value)
+    return other
+
+
+def with_model_values(config: Any, **values: Any) -> Any:
+    """A copy whose model was published with other numbers."""
+    other = copy.deepcopy(config)
+    for name, value in values.items():
+        setattr(other.model_config.hf_config, name, value)
+    return other

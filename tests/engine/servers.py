@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import psutil
+from tests.engine import environment
+from tests.engine.counters import Counters
+from tests.engine.prompts import Answer, Prompt, prompt
 
 from ebbtide.connectors import protocol as wire
 from ebbtide.connectors.client import SocketClient, ask
 from ebbtide.connectors.process import start_store
-from tests.engine import environment
-from tests.engine.counters import Counters
-from tests.engine.prompts import Answer, Prompt, prompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,12 +35,18 @@ END_S = 40.0
 ANSWER_S = 60.0
 POLL_S = 0.05
 # The same engine as `in_process.DEFAULT_FLAGS`, on the command line.
-FLAGS = (
-    "--enforce-eager --dtype float32 --seed 0 --block-size 32 --max-model-len 2304"
-    " --max-num-seqs 8 --max-num-batched-tokens 2048 --num-gpu-blocks-override 80"
-    " --prefix-caching-hash-algo sha256_cbor --enable-prompt-tokens-details"
-    " --shutdown-timeout 15"
-).split()
+FLAGS = {
+    "--dtype": "float32",
+    "--seed": "0",
+    "--block-size": "32",
+    "--max-model-len": "2304",
+    "--max-num-seqs": "8",
+    "--max-num-batched-tokens": "2048",
+    "--num-gpu-blocks-override": "80",
+    "--prefix-caching-hash-algo": "sha256_cbor",
+    "--shutdown-timeout": "15",  # with none, vLLM kills its worker at the end
+}
+SWITCHES = ("--enforce-eager", "--enable-prompt-tokens-details")
 _NOT_READY = {"namespace_pending", "timeout", "unknown"}  # reasons of misses at an engine's start
 _probe_seeds = itertools.count(2 * 10**9)
 
@@ -67,9 +73,17 @@ class Server:
     """
 
     def __init__(
-        self, model: Path, directory: Path, *, transfer: str | None, flags: Sequence[str] = ()
+        self,
+        model: Path,
+        directory: Path,
+        *,
+        transfer: str | None,
+        flags: Sequence[str] = (),
+        **variables: str,
     ) -> None:
-        """`transfer`: JSON of `--kv-transfer-config`. `directory`: for its log and its caches."""
+        """`transfer`: JSON of `--kv-transfer-config`. `directory`: for its log and its caches.
+        `variables`: of the environment.
+        """
         directory.mkdir(exist_ok=True)
         self.port = _free_port()
         self.log_path = directory / "server.log"
@@ -77,15 +91,17 @@ class Server:
         self._before = Counters({})
         command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", str(model), "--served-model-name", MODEL, "--host", HOST]
-        command += ["--port", str(self.port), *FLAGS, *flags]
+        command += ["--port", str(self.port), *SWITCHES]
+        command += [word for flag in FLAGS.items() for word in flag] + [*flags]
         if transfer is not None:
             command += ["--kv-transfer-config", transfer]
-        variables = {**os.environ, **environment.SERVER, "XDG_CACHE_HOME": str(directory / "cache")}
-        variables.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+        caches = {"XDG_CACHE_HOME": str(directory / "cache")}
+        surroundings = {**os.environ, **environment.SERVER, **caches, **variables}
+        surroundings.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
         with open(self.log_path, "ab") as log:
             self.process = subprocess.Popen(
                 command,
-                env=variables,
+                env=surroundings,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -165,9 +181,7 @@ class Server:
 
     # ------------------------------------------------------------------ what a test does
 
-    def complete(
-        self, asked: Prompt, *, max_tokens: int = 16, salt: str | None = None
-    ) -> Answer:
+    def complete(self, asked: Prompt, *, max_tokens: int = 16, salt: str | None = None) -> Answer:
         """Greedy tokens for one prompt."""
         body: dict[str, Any] = {
             "model": MODEL,

@@ -144,7 +144,9 @@ def test_records_that_rot_in_memory_are_misses(shake: Shake) -> None:
         assert not found.restored
 
 
-def test_a_store_killed_during_a_load(shake: Shake, right: Right, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_killed_during_a_load(
+    shake: Shake, right: Right, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with shake(memory="16MiB") as found:
         found.ask(USERS[:2])
         found.empty_device()

@@ -16,6 +16,8 @@ from ebbtide.connectors.vllm.metadata import Handshake
 from ebbtide.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from ebbtide.connectors.vllm.geometry import Rank
@@ -121,7 +123,7 @@ def test_groups_that_vllm_does_not_cache_leave_a_gap_in_the_numbers() -> None:
 
 def any_engine(chance: random.Random) -> tuple[KVCacheConfig, dict[Rank, Handshake]]:
     tp, pp = chance.choice([1, 2, 4, 8]), chance.choice([1, 2, 3])
-    kinds = [
+    kinds: list[Callable[[], Any]] = [
         lambda: heads(tp, chance.choice([1, 2, 4, 8, 16])),
         lambda: window(max(1, 8 // tp), shards=8),
         mla,

@@ -90,9 +90,7 @@ def test_a_reset_of_the_device_leaves_the_tiers_and_one_of_all_does_not(
     assert cached == [0, LONG_RESTORED, 0, LONG_RESTORED]
 
 
-def test_a_salt_isolates_and_is_written_nowhere(
-    plain: Plain, server: Server, disk: Path
-) -> None:
+def test_a_salt_isolates_and_is_written_nowhere(plain: Plain, server: Server, disk: Path) -> None:
     user, (expected,) = USERS[0], plain(USERS[:1])
     answers = []
     for salt in (SALT, OTHER_SALT, None, SALT):

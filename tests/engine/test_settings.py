@@ -142,7 +142,7 @@ def test_a_failed_load_must_not_fail_its_request(tiers: Tiers) -> None:
 
 
 @pytest.mark.parametrize("sizes", [{"dcp": 2}, {"pcp": 2}])
-def test_context_parallelism_is_refused(tiers: Tiers, sizes: dict[str, int]) -> None:
+def test_context_parallelism_is_refused(tiers: Tiers, sizes: dict[str, Any]) -> None:
     error = refused(config_of(tiers, **sizes))
     assert "context-parallel sizes" in error.next_step
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -90,3 +91,59 @@ def test_help_imports_no_case_and_no_tensor_library() -> None:
     )
     assert done.stderr == "False False\n"
     assert "offload" in done.stdout
+
+
+def test_versions_that_belong_to_the_numbers_are_on_the_machine_line(
+    fake: FakeCase, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = bench_cli.BenchCase("fake_case", "measure a fake", ("msgspec", "no-such-package"))
+    monkeypatch.setattr(bench_cli, "CASES", {"fake": case})
+    main(["bench", "fake"])
+    machine = json.loads(capsys.readouterr().out.splitlines()[0])["machine"]
+    assert machine["msgspec"] == version("msgspec")
+    assert "no-such-package" not in machine
+
+
+# -- bench vllm: what is refused before an engine starts -------------------------------------------
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The packages that `ebbtide bench vllm` finds installed, whatever this environment has."""
+    packages: set[str] = set()
+    monkeypatch.setattr(
+        "ebbtide.bench.vllm_bench.find_spec", lambda name: object() if name in packages else None
+    )
+    return packages
+
+
+def test_without_vllm_it_says_which_python_to_take(
+    found: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "vllm", "--json"]) == EXIT_USAGE
+    shown = capsys.readouterr()
+    assert "verdict" not in shown.out
+    assert "This Python has no vLLM" in shown.err
+    assert ".venv-vllm/bin/ebbtide bench vllm" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--peer", "lmcache"], "lmcache==0.5.6"),
+        (["--model", "no/such/model"], "no directory of a model"),
+        (["--dir", "no/such/place"], "no such directory"),
+        (["--lengths", "32"], "above 32 tokens"),
+        (["--lengths", "long"], "no list of lengths"),
+        (["--cases", "miss,hit"], "names other cases"),
+        (["--miss-prompts", "0"], "below one"),
+    ],
+)
+def test_wrong_options_of_bench_vllm(
+    found: set[str], words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found.add("vllm")
+    assert main(["bench", "vllm", *words]) == EXIT_USAGE
+    shown = capsys.readouterr()
+    assert "verdict" not in shown.out
+    assert said in " ".join(shown.err.split())

@@ -196,7 +196,7 @@ TARGETS: dict[str, Callable[[Rig], tuple[object, str]]] = {
     "copies.submit": lambda rig: (rig.worker._copies, "submit"),
     "copies.poll": lambda rig: (rig.worker._copies, "poll"),
     "on_new_request": lambda rig: (rig.scheduler, "_ask"),
-    "matched_tokens": lambda rig: (rig.scheduler, "_hit_end"),
+    "matched_tokens": lambda rig: (rig.scheduler, "_offer"),
     "on_allocated": lambda rig: (rig.scheduler, "_count"),
     "build_step": lambda rig: (rig.scheduler._demotions, "plan"),
     "build_step, late": lambda rig: (rig.scheduler._demotions, "take_jobs"),
