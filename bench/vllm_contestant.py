@@ -50,7 +50,7 @@ MEMORY = Design("memory", "ebbtide")
 MEMORY_AND_DISK = Design("memory+disk", "ebbtide", disk=True)
 PEER = Design("lmcache", "lmcache")
 PEER_AND_DISK = Design("lmcache+disk", "lmcache", disk=True)
-PEER_OF = {MEMORY.name: PEER.name, MEMORY_AND_DISK.name: PEER_AND_DISK.name}
+PEER_OF = {MEMORY.name: PEER, MEMORY_AND_DISK.name: PEER_AND_DISK}
 
 
 def environment(threads: int) -> dict[str, str]:
@@ -62,7 +62,7 @@ def environment(threads: int) -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(threads),
-        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "LMCACHE_TRACK_USAGE": "false",

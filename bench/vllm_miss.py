@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ebbtide.bench.vllm_answer import BLOCK_SIZE, Prompt
-from ebbtide.bench.vllm_contestant import PEER, PEER_OF, PLAIN
+from ebbtide.bench.vllm_contestant import MEMORY, PEER, PEER_OF, PLAIN
 from ebbtide.bench.vllm_report import GB, Findings, troubles
 from ebbtide.bench.vllm_sizes import Load
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ebbtide.bench.vllm_answer import Answer
-    from ebbtide.bench.vllm_contestant import Contestant
+    from ebbtide.bench.vllm_contestant import Contestant, Design
 
 NAME = "miss"
 HOOK_LIMIT_US = 1000.0
@@ -72,60 +72,45 @@ class MissRounds:
 
     def findings(self, contestants: Sequence[Contestant]) -> Findings:
         """The lines."""
-        plain = self.answers[PLAIN.name]
         found = Findings(contestants[0].record_bytes)
+        reasons = {each.design.name: self._reasons(each.design) for each in contestants}
         for contestant in contestants:
-            name = contestant.design.name
-            answers = self.answers[name]
-            reasons = self._reasons(contestant, answers, plain)
+            design, name = contestant.design, contestant.design.name
+            hooks, facts = _by_hook(self.answers[name]), contestant.facts
             found.explain(
-                NAME,
-                name,
-                answers,
-                reasons,
-                hooks_us=_by_hook(answers),
-                facts=contestant.facts,
+                NAME, name, self.answers[name], reasons[name], hooks_us=hooks, facts=facts
             )
-            if contestant.design == PLAIN:
+            if design == PLAIN:
                 continue
-            cpu = self._cpu_s_per_gb(answers, plain, found.record_bytes)
-            for case, seconds in (
-                ("prompt_tokens_per_s", [answer.seconds for answer in answers]),
-                ("prompt_tokens_per_s_copied", [answer.copied_s for answer in answers]),
-            ):
-                values = self._rates(seconds)
-                ceilings = self._rates([answer.seconds for answer in plain])
-                found.add(
-                    f"{NAME}.{case}",
-                    name,
-                    "tokens/s",
-                    values,
-                    ceilings,
-                    cpu_s_per_gb=cpu,
-                    reasons=reasons,
-                )
-            peer = self.answers.get(PEER_OF.get(name, ""))
-            if peer:
-                found.add(
-                    f"{NAME}.prompt_tokens_per_s.against_lmcache",
-                    name,
-                    "tokens/s",
-                    self._rates([answer.seconds for answer in answers]),
-                    self._rates([answer.seconds for answer in peer]),
-                    cpu_s_per_gb=cpu,
-                    reasons=reasons,
-                )
-            if contestant.design.kind == "ebbtide":
-                _add_hooks(found, name, answers, reasons)
+            self._add_rates(found, name, PLAIN.name, "", reasons[name])
+            self._add_rates(found, name, PLAIN.name, "_copied", reasons[name])
+            peer = PEER_OF[name].name if name in PEER_OF else ""
+            if peer in self.answers:
+                both = [*reasons[name], *reasons[peer]]
+                self._add_rates(found, name, peer, ".against_lmcache", both)
+            if design.kind == MEMORY.kind:
+                _add_hooks(found, name, self.answers[name], reasons[name])
         return found
 
-    def _rates(self, seconds: Sequence[float]) -> list[float]:
-        return [self._prompts * self._prompt_tokens / each for each in seconds]
+    def _add_rates(
+        self, found: Findings, name: str, other: str, suffix: str, reasons: Sequence[str]
+    ) -> None:
+        """Prompt tokens per second until the last answer or, `_copied`, until nothing is left."""
+        tokens, answers = self._prompts * self._prompt_tokens, self.answers[name]
+        seconds = [a.copied_s if suffix == "_copied" else a.seconds for a in answers]
+        found.add(
+            f"{NAME}.prompt_tokens_per_s{suffix}",
+            name,
+            "tokens/s",
+            [tokens / each for each in seconds],
+            [tokens / answer.seconds for answer in self.answers[other]],
+            cpu_s_per_gb=self._cpu_s_per_gb(answers, found.record_bytes),
+            reasons=reasons,
+        )
 
-    def _cpu_s_per_gb(
-        self, answers: Sequence[Answer], plain: Sequence[Answer], record_bytes: int
-    ) -> float:
+    def _cpu_s_per_gb(self, answers: Sequence[Answer], record_bytes: int) -> float:
         """What both processes used beyond plain vLLM, per GB of records that were to be stored."""
+        plain = self.answers[PLAIN.name]
         engine_s = sum(a.engine_cpu_s - p.engine_cpu_s for a, p in zip(answers, plain, strict=True))
         blocks = len(answers) * self._full_blocks
         return (engine_s + sum(a.store_cpu_s for a in answers)) / (blocks * record_bytes / GB)
@@ -135,16 +120,15 @@ class MissRounds:
         """Of one round."""
         return self._prompts * (self._prompt_tokens // BLOCK_SIZE)
 
-    def _reasons(
-        self, contestant: Contestant, answers: Sequence[Answer], plain: Sequence[Answer]
-    ) -> list[str]:
+    def _reasons(self, design: Design) -> list[str]:
+        name, kind = design.name, design.kind
+        answers, plain = self.answers[name], self.answers[PLAIN.name]
         reasons = troubles(answers, plain)
         if any(any(answer.cached_tokens) for answer in [*answers, *plain]):
             reasons.append("prompts that should be new were cached")
-        name, kind = contestant.design.name, contestant.design.kind
         stored = sum(answer.stored_blocks for answer in answers)
         wanted = len(answers) * self._full_blocks
-        if kind == "ebbtide" and stored < STORED_SHARE_MIN * wanted:
+        if kind == MEMORY.kind and stored < STORED_SHARE_MIN * wanted:
             reasons.append(f"only {stored} of {wanted} blocks were stored")
         if kind == PEER.kind and not self.restored[name]:
             reasons.append("the last prompt was not stored")

@@ -137,16 +137,16 @@ class LengthRounds:
         plain = _ms(self.answers[PLAIN.name, measure])
         found.add(case, design.name, "ms", _ms(answers), plain, cpu_s_per_gb=cpu, reasons=reasons)
         found.explain(case, design.name, answers, reasons, facts=contestant.facts)
-        peer = self.answers.get((PEER_OF.get(design.name, ""), measure))
-        if peer:
+        peer = PEER_OF.get(design.name)
+        if peer is not None and (peer.name, measure) in self.answers:
             found.add(
                 f"{case}.against_lmcache",
                 design.name,
                 "ms",
                 _ms(answers),
-                _ms(peer),
+                _ms(self.answers[peer.name, measure]),
                 cpu_s_per_gb=cpu,
-                reasons=reasons,
+                reasons=[*reasons, *self._reasons(peer, measure)],
             )
 
     def _cpu_s_per_gb(self, answers: Sequence[Answer], record_bytes: int) -> float | None:

@@ -47,6 +47,9 @@ class PlainPool:
     def content(self, block_id: int) -> bytes | None:
         return self.contents.get(block_id)
 
+    def free_mark(self) -> object:
+        return object()  # always looked at
+
     def next_to_go(self, limit: int) -> list[BlockRef]:
         free = [block_id for block_id in self.free if block_id not in self.pins][:limit]
         return [BlockRef(b, self.contents[b]) for b in free if b in self.contents]

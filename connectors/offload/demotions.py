@@ -22,33 +22,21 @@ from typing import TYPE_CHECKING
 
 from ebbtide.connectors import protocol as wire
 from ebbtide.connectors.client_interface import LOST
-from ebbtide.connectors.seam import StoreJob
+from ebbtide.connectors.offload.copies_down import CopiesDown, Slot
 from ebbtide.tiers.planner import Candidate, plan_demotions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from ebbtide.connectors.client import Client, Completion
+    from ebbtide.connectors.offload.bounds import SchedulerBounds
     from ebbtide.connectors.offload.device_pool import DevicePool
     from ebbtide.connectors.offload.groups import KVGroups
     from ebbtide.connectors.offload.namespace_link import NamespaceLink
     from ebbtide.connectors.offload.tally import Tally
-    from ebbtide.connectors.seam import BlockRef, WorkerReport
+    from ebbtide.connectors.seam import BlockRef, StoreJob, WorkerReport
 
 STORE_TRIES = 3  # per block and store; a block that failed so often stays on the device
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerBounds:
-    """Named bounds of one scheduler half."""
-
-    lookup_timeout_s: float = 0.05
-    store_budget_bytes: int = 64 << 20  # demoted per step at most
-    store_open_bytes: int = 256 << 20  # on their way at the same time
-    reserve_timeout_s: float = 0.05  # unanswered, a reserve gives its pins back
-    commit_timeout_s: float = 5.0  # unanswered, a commit counts as failed
-    free_scan: int = 64  # blocks looked at from the head of the free queue
-    lazy_scan: int = 512  # the same, where nothing else is looked at
 
 
 @dataclass(slots=True)
@@ -62,26 +50,9 @@ class _Reserve:
 class _Granted:
     """A slot for a block; the ranks have not been told yet."""
 
-    candidate: Candidate
+    slot: Slot
     offset: int
-    sequence: int
     reserve: _Reserve
-
-
-@dataclass(slots=True)
-class _Storing:
-    """The ranks are copying."""
-
-    candidate: Candidate
-    waiting: int  # ranks that have not reported
-    whole: bool = True
-    fenced: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Commit:
-    filled: Sequence[tuple[int, Candidate]]  # sequence, content
-    deadline_s: float
 
 
 class Demotions:
@@ -106,7 +77,6 @@ class Demotions:
         self._link = link
         self._tally = tally
         self._groups = groups
-        self._writers = writers or {}
         self._bounds = bounds
         self._lazy = lazy
         self._now = now
@@ -114,21 +84,28 @@ class Demotions:
         self._reserving: dict[int, _Reserve] = {}  # by ticket
         self._overdue: set[int] = set()  # tickets of reserves that were given up
         self._granted: list[_Granted] = []
-        self._storing: dict[int, _Storing] = {}  # by sequence
-        self._stale: dict[int, _Storing] = {}  # the same, of a store that has gone
-        self._committing: dict[int, _Commit] = {}  # by ticket
-        self._unused: list[int] = []  # slots to give back to a store that is away
+        self._copies = CopiesDown(
+            client,
+            pool,
+            link,
+            groups,
+            self,
+            writers=writers or {},
+            commit_timeout_s=bounds.commit_timeout_s,
+            now=now,
+        )
         self._under_way: set[bytes] = set()  # keys of all of these but the backlog
         self._open_bytes = 0  # of the same
         self._held: dict[bytes, int] = {}  # keys held below -> block that had that content
         self._failures: Counter[bytes] = Counter()
+        self._looked_at: object = None  # mark of the free queue whose head needs no copy
         self._generation = client.arena_generation
 
     @property
     def pending(self) -> bool:
         """Something is under way, or would be in the next step."""
         wanted = bool(self._backlog) and self._link.handle is not None and not self._overdue
-        return bool(wanted or self._under_way or self._stale)
+        return bool(wanted or self._under_way or self._copies.stale)
 
     @property
     def pins_blocks(self) -> bool:
@@ -143,22 +120,23 @@ class Demotions:
         if not live:
             self.unpin_all()
         handle = self._link.handle
-        if handle is None or self._stale or self._overdue:
+        if handle is None or self._copies.stale or self._overdue:
             # Sequences of two stores must not mix; a store that is stuck gets no more work. What
             # nears its eviction is looked at again by then.
             self._backlog.clear()
             return
-        self._abort()
+        self._copies.give_back()
         if not self._lazy:
             self._offer(newly_full)
-        scan = self._bounds.lazy_scan if self._lazy else self._bounds.free_scan
         demote = plan_demotions(
             self._offered(),
-            (Candidate(*ref) for ref in self._pool.next_to_go(scan)),
+            self._next_to_go(),
             min(self._bounds.store_budget_bytes, self._bounds.store_open_bytes - self._open_bytes),
             record_bytes=self._record_bytes,
             settled=self._settled,
         )
+        if demote:
+            self._looked_at = None
         by_size: dict[int, list[Candidate]] = {}
         for candidate in demote:
             by_size.setdefault(self._groups.of_key(candidate.key).number, []).append(candidate)
@@ -171,26 +149,19 @@ class Demotions:
         jobs, unused = [], []
         granted, self._granted = self._granted, []
         for one in granted:
-            candidate = one.candidate
-            if self._still_there(candidate):
-                group = self._groups.of_key(candidate.key).number
-                jobs.append(StoreJob(candidate.block_id, one.offset, one.sequence, group))
-                self._storing[one.sequence] = _Storing(candidate, self._writers.get(group, 1))
+            if self._still_there(one.slot.candidate):
+                jobs.append(self._copies.begin(one.slot, one.offset))
             else:  # handed out between the pin's end and now
-                unused.append(one.sequence)
+                unused.append(one.slot.sequence)
                 self._tally.shed += 1
-                self._ended(candidate)
+                self.ended(one.slot.candidate)
         self._unpin([one for one in granted if one.reserve.pinned])
-        self._abort(unused)
+        self._copies.give_back(unused)
         return tuple(jobs)
 
     def take_fence(self) -> bool:
         """Whether a block was handed out that is perhaps still being copied."""
-        fence = False
-        for store in (*self._storing.values(), *self._stale.values()):
-            if not store.fenced and not self._still_there(store.candidate):
-                store.fenced = fence = True
-        return fence
+        return self._copies.take_fence()
 
     def take(self, completion: Completion) -> bool:
         """Whether the completion was ours."""
@@ -199,44 +170,44 @@ class Demotions:
         if reserve is not None:
             self._take_grants(reserve, message)
             return True
-        commit = self._committing.pop(ticket, None)
-        if commit is not None:
-            codes = message.codes if isinstance(message, wire.Settled) else b""
-            try:
-                self._committed(commit, codes, lost=message == LOST)
-            finally:  # whatever a fault left out
-                for _, candidate in commit.filled:
-                    self._ended(candidate)
+        if self._copies.take(completion):
+            self._prune()
             return True
         self._overdue.discard(ticket)
         if isinstance(message, wire.Grants):  # nobody waits for these slots any more
-            self._abort([sequence for _, sequence in message.grants if sequence])
+            self._copies.give_back([sequence for _, sequence in message.grants if sequence])
             return True
         return False
 
     def settle(self, report: WorkerReport) -> None:
         """What one rank finished. A slot that every rank has filled is committed."""
-        filled, unused = self._land(report)
-        for _, candidate in unused:
-            self._failed(candidate)
-        asked = False
-        try:
-            self._abort([sequence for sequence, _ in unused])
-            if filled:
-                ticket = self._client.submit(wire.Commit(tuple(sequence for sequence, _ in filled)))
-                deadline_s = self._now() + self._bounds.commit_timeout_s
-                self._committing[ticket] = _Commit(filled, deadline_s)
-            asked = True
-        finally:
-            if not asked:  # a fault: nobody will hear of these again
-                for _, candidate in filled:
-                    self._ended(candidate)
+        self._copies.settle(report)
 
     def let_go(self, report: WorkerReport) -> None:
         """Only forget what ended. Its slots stay reserved until the store or the engine ends."""
-        for landed in self._land(report):
-            for _, candidate in landed:
-                self._ended(candidate)
+        self._copies.let_go(report)
+
+    def stored(self, candidate: Candidate) -> None:
+        """The record is committed: held below."""
+        self.ended(candidate)
+        self._tally.demoted += 1
+        self._held[candidate.key] = candidate.block_id
+
+    def failed(self, candidate: Candidate) -> None:
+        """The copy or its commit failed: tried again, but not for ever."""
+        self.ended(candidate)
+        self._looked_at = None
+        self._failures[candidate.key] += 1
+        if not self._still_there(candidate) or self._failures[candidate.key] >= STORE_TRIES:
+            self._tally.shed += 1
+        elif not self._lazy:
+            self._backlog[candidate.key] = candidate.block_id
+
+    def ended(self, candidate: Candidate) -> None:
+        """It is not under way any more."""
+        if candidate.key in self._under_way:
+            self._under_way.discard(candidate.key)
+            self._open_bytes -= self._record_bytes(candidate.key)
 
     def wants(self, key: bytes) -> bool:
         """Whether the block of this key is to be copied, or is being copied."""
@@ -251,12 +222,14 @@ class Demotions:
         """The store says that it does not hold these (any more): they may ebb again."""
         if self._held:
             for key in keys:
-                self._held.pop(key, None)
+                if self._held.pop(key, None) is not None:
+                    self._looked_at = None
 
     def forget_held(self) -> None:
         """Nothing is known to be held below: another namespace, or a reset."""
         self._held.clear()
         self._failures.clear()
+        self._looked_at = None
 
     def new_store(self) -> None:
         """Another store answers: nothing is known to be held, and old slots mean nothing."""
@@ -265,15 +238,11 @@ class Demotions:
         self._generation = self._client.arena_generation
         self.forget_held()
         self._overdue.clear()
-        self._unused.clear()
         granted, self._granted = self._granted, []
         self._unpin([one for one in granted if one.reserve.pinned])
         for one in granted:  # no copy has begun
-            self._ended(one.candidate)
-        for store in self._storing.values():
-            self._ended(store.candidate)
-        self._stale.update(self._storing)
-        self._storing.clear()
+            self.ended(one.slot.candidate)
+        self._copies.new_store()
 
     def unpin_all(self) -> None:
         """Keep no block in place any more. What is handed out before its copy begins is shed."""
@@ -290,8 +259,7 @@ class Demotions:
         self.unpin_all()
         self._reserving.clear()
         self._granted.clear()
-        self._storing.clear()
-        self._stale.clear()
+        self._copies.close()
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -303,6 +271,15 @@ class Demotions:
             for key in self._backlog.keys() - there.keys():
                 self._left(key)
             self._backlog = there
+
+    def _next_to_go(self) -> list[Candidate]:
+        """The head of the free queue, unless it is the one that held nothing to do last time."""
+        mark = self._pool.free_mark()
+        if mark == self._looked_at:
+            return []
+        self._looked_at = mark
+        scan = self._bounds.lazy_scan if self._lazy else self._bounds.free_scan
+        return [Candidate(*ref) for ref in self._pool.next_to_go(scan)]
 
     def _offered(self) -> Iterator[Candidate]:
         """Take from the backlog, oldest first. What left the device before it ebbed is shed."""
@@ -343,20 +320,17 @@ class Demotions:
                 if reserve.pinned:
                     self._pool.unpin([one.block_id for one in reserve.candidates])
                 self._give_back(reserve.candidates)
-        for ticket, commit in list(self._committing.items()):
-            if now > commit.deadline_s:
-                del self._committing[ticket]
-                self._committed(commit, b"", lost=False)
+        self._copies.expire()
 
     def _take_grants(self, reserve: _Reserve, message: wire.Message) -> None:
         grants = message.grants if isinstance(message, wire.Grants) else ()
         not_pinned_any_more: list[Candidate] = []
         for candidate, (offset, sequence) in zip(reserve.candidates, grants, strict=False):
             if sequence:
-                self._granted.append(_Granted(candidate, offset, sequence, reserve))
+                self._granted.append(_Granted(Slot(sequence, candidate), offset, reserve))
             else:
                 self._held[candidate.key] = candidate.block_id
-                self._ended(candidate)
+                self.ended(candidate)
                 not_pinned_any_more.append(candidate)
         refused = reserve.candidates[len(grants) :]
         if isinstance(message, wire.Failure) and message != LOST:
@@ -370,60 +344,14 @@ class Demotions:
     def _give_back(self, candidates: Iterable[Candidate]) -> None:
         """To the backlog's front: they were the nearest to eviction."""
         back: dict[bytes, int] = {}
+        self._looked_at = None
         for candidate in candidates:
-            self._ended(candidate)
+            self.ended(candidate)
             if self._still_there(candidate):
                 back[candidate.key] = candidate.block_id
             else:
                 self._left(candidate.key)
         self._backlog = {**back, **self._backlog}
-
-    def _committed(self, commit: _Commit, codes: bytes, *, lost: bool) -> None:
-        unused = []
-        for number, (sequence, candidate) in enumerate(commit.filled):
-            if number < len(codes) and codes[number] == 0:
-                self._ended(candidate)
-                self._tally.demoted += 1
-                self._held[candidate.key] = candidate.block_id
-                continue
-            unused.append(sequence)
-            if lost:
-                self._ended(candidate)
-            else:
-                self._failed(candidate)
-        self._prune()
-        self._abort(unused)  # perhaps the store never heard of the commit
-
-    def _failed(self, candidate: Candidate) -> None:
-        self._ended(candidate)
-        self._failures[candidate.key] += 1
-        if not self._still_there(candidate) or self._failures[candidate.key] >= STORE_TRIES:
-            self._tally.shed += 1
-        elif not self._lazy:
-            self._backlog[candidate.key] = candidate.block_id
-
-    def _land(
-        self, report: WorkerReport
-    ) -> tuple[list[tuple[int, Candidate]], list[tuple[int, Candidate]]]:
-        """Slots that no rank touches any more: filled by all, and not."""
-        filled: list[tuple[int, Candidate]] = []
-        unused: list[tuple[int, Candidate]] = []
-        for whole, sequences in ((True, report.copied), (False, report.dropped)):
-            while sequences:  # taken out: a fault later on must not count a rank twice
-                sequence = sequences.pop(0)
-                stale = sequence in self._stale
-                home = self._stale if stale else self._storing
-                store = home.get(sequence)
-                if store is None:
-                    continue
-                store.waiting -= 1
-                store.whole = store.whole and whole
-                if store.waiting <= 0:
-                    del home[sequence]
-                    if not stale:
-                        row = (sequence, store.candidate)
-                        (filled if store.whole else unused).append(row)
-        return filled, unused
 
     def _settled(self, key: bytes) -> bool:
         """No copy is needed: held below, on its way, or failed too often."""
@@ -436,11 +364,6 @@ class Demotions:
             return True
         del self._held[key]  # computed anew since: perhaps the store has evicted it meanwhile, too
         return False
-
-    def _ended(self, candidate: Candidate) -> None:
-        if candidate.key in self._under_way:
-            self._under_way.discard(candidate.key)
-            self._open_bytes -= self._record_bytes(candidate.key)
 
     def _still_there(self, candidate: Candidate) -> bool:
         return self._pool.content(candidate.block_id) == candidate.key
@@ -458,14 +381,7 @@ class Demotions:
         self._held = {k: b for k, b in self._held.items() if self._pool.content(b) == k}
         self._failures.clear()
 
-    def _abort(self, sequences: Sequence[int] = ()) -> None:
-        """Give slots back; while the store cannot be reached, as soon as it can."""
-        self._unused.extend(sequences)
-        if self._unused and self._link.handle is not None:
-            unused, self._unused = self._unused, []
-            self._client.submit(wire.Abort(tuple(unused)))
-
     def _unpin(self, granted: Sequence[_Granted]) -> None:
         """A chain's tail first, so that the pool evicts it first."""
         if granted:
-            self._pool.unpin([one.candidate.block_id for one in granted])
+            self._pool.unpin([one.slot.candidate.block_id for one in granted])

@@ -26,6 +26,10 @@ class DevicePool(Protocol):
         """
         ...
 
+    def free_mark(self) -> object:
+        """Changes whenever the head of the free queue does. Cheaper than to look at the blocks."""
+        ...
+
     def next_to_go(self, limit: int) -> list[BlockRef]:
         """At most `limit` blocks that the pool hands out next, first come first."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from ebbtide.tiers.reasons import Miss, label
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from ebbtide.connectors.offload.groups import KVGroups
     from ebbtide.connectors.offload.load_or_compute import Choice
     from ebbtide.connectors.seam import LoadJob
 
@@ -60,6 +62,19 @@ class Load:
         """Keys that did not come."""
         named = zip(self.job.keys, self.sources, strict=False)
         return (key for key, source in named if source not in TIERS)
+
+    @property
+    def is_whole(self) -> bool:
+        """Every block came."""
+        return all(source in TIERS for source in self.sources)
+
+    def bytes_by_tier(self, groups: KVGroups) -> Counter[str]:
+        """Bytes of the records that came."""
+        sizes: Counter[str] = Counter()
+        for key, source in zip(self.job.keys, self.sources, strict=False):
+            if source in TIERS:
+                sizes[source] += groups.of_key(key).record_bytes
+        return sizes
 
     def outcome(self) -> tuple[list[str], str]:
         """(tier per unit that the engine may use, reason of the first that it may not or "")."""

@@ -11,14 +11,16 @@ with several KV groups the smallest length at which all of them end a block.
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ebbtide.connectors import protocol as wire
-from ebbtide.connectors.offload.asked import LOADABLE, Asked, Offer
-from ebbtide.connectors.offload.demotions import Demotions, SchedulerBounds
-from ebbtide.connectors.offload.load import TIERS, Load
+from ebbtide.connectors.offload.accounts import Accounts
+from ebbtide.connectors.offload.asked import Asked, Offer
+from ebbtide.connectors.offload.bounds import SchedulerBounds
+from ebbtide.connectors.offload.demotions import Demotions
+from ebbtide.connectors.offload.load import Load
 from ebbtide.connectors.offload.namespace_link import NamespaceLink
 from ebbtide.connectors.offload.tally import RequestTally, Tally
 from ebbtide.connectors.seam import LoadJob, LoadResult, StepMetadata
@@ -73,6 +75,7 @@ class OffloadScheduler:
         self._chooser = chooser
         self._now = now
         self._link = NamespaceLink(client, descriptor, pending=pending)
+        self._accounts = Accounts(self.tally, self._link)
         self._demotions = Demotions(
             client,
             pool,
@@ -161,7 +164,7 @@ class OffloadScheduler:
         asked = self._requests[request_id]
         end = local_tokens + external_tokens
         if not asked.counted:
-            self._count(asked, local_tokens, end)
+            self._accounts.admitted(asked, local_tokens, end)
         if external_tokens:
             load = self._new_load(request_id, asked, block_ids, local_tokens, end)
             load.expected = asked.expected_tokens(local_tokens, end)
@@ -170,7 +173,7 @@ class OffloadScheduler:
             self._loads[request_id] = load
             self._new_loads.append(load.job)
         elif not asked.counted:
-            self._complete(asked)
+            self._accounts.complete(asked)
         asked.counted = True
         asked.forget_answer()
 
@@ -226,7 +229,7 @@ class OffloadScheduler:
             if load.waiting <= 0:
                 del self._loads[result.request_id]
                 self._ended.append(load.result())
-                self._count_load(load)
+                self._load_ended(load)
         return self._take_ended()
 
     def _take_ended(self) -> list[LoadResult]:
@@ -335,36 +338,6 @@ class OffloadScheduler:
         asked.offer = Offer(start, hit_end, end, choice)
         return asked.offer
 
-    def _count(self, asked: Asked, start: int, end: int) -> None:
-        """Account for every unit of the prompt but those that are being loaded."""
-        unit, tally = self._groups.alignment, asked.tally
-        loadable = asked.loadable_tokens // unit
-        offer = asked.offer
-        first_missed = end // unit
-        tally.served("device", start // unit)
-        if offer is not None and offer.end < offer.hit_end and end == offer.end:
-            turned_down = (offer.hit_end - offer.end) // unit
-            tally.missed(label(Miss.SLOWER_THAN_COMPUTE), turned_down)
-            first_missed += turned_down
-        if first_missed < loadable:
-            tally.missed(self._reason(asked, first_missed * unit))
-            tally.missed(label(Miss.BEHIND_MISS), loadable - first_missed - 1)
-        if start // unit <= loadable:
-            whole = tally.prompt_tokens % unit == 0
-            tally.missed(label(Miss.LAST_TOKEN if whole else Miss.PARTIAL_BLOCK))
-
-    def _reason(self, asked: Asked, end: int) -> str:
-        if asked.states is None:
-            if self._link.opening or self._link.pending:
-                return label(Miss.NAMESPACE_PENDING)
-            no_store = asked.lost or self._link.handle is None
-            return label(Miss.UNKNOWN if no_store else Miss.TIMEOUT)
-        code = asked.stop_code(end)
-        if code == Place.PENDING:
-            return label(Miss.TIMEOUT)
-        # A place: the engine took fewer than it was offered, or a window further back is missing.
-        return label(Miss.UNKNOWN) if code in LOADABLE else label(code)
-
     # -- loads ----------------------------------------------------------------------------------
 
     def _new_load(
@@ -393,41 +366,15 @@ class OffloadScheduler:
         whole_request = len(self._groups.all) > 1
         return Load(job, units, (end - start) // unit, self._ranks, whole_request)
 
-    def _count_load(self, load: Load) -> None:
-        """A load has ended; those after a preemption are not counted again."""
+    def _load_ended(self, load: Load) -> None:
+        """On every rank. Told once to each who wants to know."""
         self._demotions.restored(load.restored())
         self._demotions.missed(load.missed())
-        loaded, reason = load.outcome()
-        self.tally.loads["loaded" if not reason else "partly" if loaded else "failed"] += 1
         if self._chooser is not None:
             elapsed_s = self._now() - load.started_s
-            self._chooser.observe_load(
-                self._bytes_by_tier(load), elapsed_s, None if reason else load.choice
-            )
-        asked = self._requests.get(load.job.request_id)
-        if asked is None:
-            return
-        lost = load.num_units - len(loaded)
-        asked.load_failed = asked.load_failed or lost > 0
-        if asked.complete:
-            return
-        for source in loaded:
-            asked.tally.served(source, 1)
-        if lost:
-            asked.tally.missed(reason)
-            asked.tally.missed(label(Miss.BEHIND_MISS), lost - 1)
-        self._complete(asked)
-
-    def _bytes_by_tier(self, load: Load) -> Counter[str]:
-        sizes: Counter[str] = Counter()
-        for key, source in zip(load.job.keys, load.sources, strict=False):
-            if source in TIERS:
-                sizes[source] += self._groups.of_key(key).record_bytes
-        return sizes
-
-    def _complete(self, asked: Asked) -> None:
-        asked.complete = True
-        self.tally.add(asked.tally)
+            choice = load.choice if load.is_whole else None
+            self._chooser.observe_load(load.bytes_by_tier(self._groups), elapsed_s, choice)
+        self._accounts.load_ended(load, self._requests.get(load.job.request_id))
 
     # -- the store ------------------------------------------------------------------------------
 

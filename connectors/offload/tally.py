@@ -26,11 +26,13 @@ class RequestTally:
 
     def served(self, source: str, blocks: int) -> None:
         """Blocks whose bytes came from a tier."""
-        self.sources[source] += blocks
+        if blocks:
+            self.sources[source] += blocks
 
     def missed(self, reason: str, blocks: int = 1) -> None:
         """Blocks that have to be computed."""
-        self.misses[reason] += blocks
+        if blocks:
+            self.misses[reason] += blocks
 
     def tokens_by_source(self) -> dict[str, int]:
         """Prompt tokens by tier, and computed ones; they add up to the prompt."""

@@ -37,6 +37,11 @@ class ReferencePool:
             return None
         return pack_key(block_hash, GROUP)
 
+    def free_mark(self) -> object:
+        head = self._pool.peek_free(1)
+        first = (head[0].block_id, head[0].block_hash) if head else None
+        return self._pool.num_free_blocks, first
+
     def next_to_go(self, limit: int) -> list[BlockRef]:
         return [
             BlockRef(block.block_id, pack_key(block.block_hash, GROUP))

@@ -55,6 +55,11 @@ class VllmPool:
             return key
         return key if self._pool.blocks[block_id].block_hash == key else None
 
+    def free_mark(self) -> object:
+        queue = self._pool.free_block_queue
+        head = queue.fake_free_list_head.next_free_block
+        return queue.num_free_blocks, head.block_id, head.block_hash
+
     def next_to_go(self, limit: int) -> list[BlockRef]:
         found: list[BlockRef] = []
         if not self._pool.enable_caching:

@@ -27,7 +27,7 @@ VLLM_CONNECTOR = "EbbtideConnector"
 VLLM_MODULE_PATH = "ebbtide.connectors.vllm"
 VLLM_ROLES = ("kv_both", "kv_producer", "kv_consumer")
 VLLM_LOAD_FAILURE_POLICY = "recompute"
-VLLM_FIRST = (0, 30)
+VLLM_FIRST = (0, 30)  # the minor versions that the connector works with, from this one
 VLLM_BELOW = (0, 33)  # to the one before this
 VLLM_HASH_FLAG = "--prefix-caching-hash-algo sha256_cbor"
 

@@ -148,7 +148,7 @@ class Server:
         return self._until_gone(everybody)
 
     def kill(self) -> None:
-        """SIGKILL to all its processes but a private store, which has to end by itself."""
+        """SIGKILL to vLLM's processes; others below them have to end by themselves."""
         everybody = self.processes()
         for process in self.engine_processes():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -176,8 +176,8 @@ class Server:
             return []
 
     def engine_processes(self) -> list[psutil.Process]:
-        """Those of vLLM."""
-        return [one for one in self.processes() if not _is_store(one)]
+        """Those of vLLM: no private store, and not Python's own that removes shared memory."""
+        return [one for one in self.processes() if not _is_other(one)]
 
     # ------------------------------------------------------------------ what a test does
 
@@ -366,11 +366,12 @@ def _flip(fd: int, stride_bytes: int) -> None:
         view.flush()
 
 
-def _is_store(process: psutil.Process) -> bool:
+def _is_other(process: psutil.Process) -> bool:
     try:
-        return "--private" in process.cmdline()
+        command = " ".join(process.cmdline())
     except psutil.NoSuchProcess:
-        return False
+        return True
+    return "--private" in command or "multiprocessing.resource_tracker" in command
 
 
 def _asked(counters: Counters) -> bool:

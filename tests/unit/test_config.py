@@ -130,7 +130,7 @@ def test_the_connector_is_set_through_every_door(tmp_path: Path) -> None:
     file.write_text('[connector]\nstores = "lazy"\nprompt_only = true\nload_timeout = "1m"\n')
     environ = {
         "EBBTIDE_CONNECTOR__PROMPT_ONLY": "false",
-        "EBBTIDE_CONNECTOR__COMPUTE_MARGIN_RATIO": "2.5",
+        "EBBTIDE_CONNECTOR__COMPUTE_MARGIN_RATIO": "0.25",
         "EBBTIDE_CONNECTOR__STORE_BUDGET": "1MiB",
     }
     extra = MEMORY | {"connector": {"store_budget": "2MiB", "weights_revision": "r7"}}

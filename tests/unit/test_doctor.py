@@ -227,10 +227,10 @@ def test_python() -> None:
 @pytest.mark.parametrize(
     ("version", "verdict"),
     [
-        ("0.29.0", OK),
+        ("0.30.0", OK),
         ("0.32.1+cu129", OK),
         ("0.32.0rc1", OK),
-        ("0.28.9", PROBLEM),
+        ("0.29.9", PROBLEM),
         ("0.33.0", PROBLEM),
         ("1.0.0", PROBLEM),
     ],
@@ -243,7 +243,7 @@ def test_vllm_is_found_under_both_names_and_the_range_is_named(
     finding = doctor_checks.check_vllm()
     assert finding.verdict is verdict
     assert finding.found.startswith(version)
-    assert "0.29 <= vllm < 0.33" in finding.found
+    assert "0.30 <= vllm < 0.33" in finding.found
 
 
 def test_what_is_not_installed_is_a_warning(
@@ -252,7 +252,7 @@ def test_what_is_not_installed_is_a_warning(
     installed(monkeypatch, tmp_path / "site")
     checks = (doctor_checks.check_vllm, doctor_checks.check_torch, doctor_checks.check_ebbtide)
     assert [check().verdict for check in checks] == [WARNING] * 3
-    assert "0.29 <= vllm < 0.33" in doctor_checks.check_vllm().found
+    assert "0.30 <= vllm < 0.33" in doctor_checks.check_vllm().found
 
 
 @pytest.mark.parametrize(("version", "verdict"), [("2.4.0", OK), ("2.3.1", PROBLEM)])

@@ -138,7 +138,7 @@ def test_a_fault_while_a_rank_reports_loses_no_load_and_hides_no_failure(
     bench = loading(2, 2)
     owner, name = {
         "settle": (bench.half._demotions, "settle"),
-        "count": (bench.half, "_count_load"),
+        "count": (bench.half, "_load_ended"),
     }[broken]
     ended: list[LoadResult] = []
     for number in range(2):
@@ -168,7 +168,7 @@ def test_a_fault_over_one_load_counts_no_rank_of_another_twice(
     assert len(bench.step().loads) == 2
     assert bench.half.on_report(WorkerReport(1, loads=[both[1]])) == []
     with monkeypatch.context() as patch:
-        patch.setattr(bench.half, "_count_load", lambda load: 1 / 0)
+        patch.setattr(bench.half, "_load_ended", lambda load: 1 / 0)
         assert bench.half.on_report(WorkerReport(0, loads=list(both))) == [both[1]]
     assert bench.half.faults.count == 1
     assert bench.half.on_report(WorkerReport(1, loads=[both[0]])) == [both[0]]
