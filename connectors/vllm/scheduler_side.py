@@ -16,7 +16,7 @@ from ebbtide.connectors.vllm.counting import numbers
 from ebbtide.connectors.vllm.device_pool import VllmPool
 from ebbtide.connectors.vllm.fill import Fill, computed_before
 from ebbtide.connectors.vllm.geometry import Geometry
-from ebbtide.connectors.vllm.identity import describe, weights_of
+from ebbtide.connectors.vllm.identity import describe, say_adapters_by_name, weights_of
 from ebbtide.connectors.vllm.metadata import Handshake, Reports
 from ebbtide.connectors.vllm.prefill_clock import PrefillClock
 from ebbtide.connectors.vllm.reset import reset_store
@@ -70,6 +70,8 @@ class SchedulerSide:
             always_load=settings.config.connector.always_load,
         )
         self._announce = Announcements(settings)
+        for warning in settings.warnings:
+            self._announce.once(warning)
         self._requests: dict[str, Request] = {}
         self._local_tokens: dict[str, int] = {}  # at the last question, by request
         self._clock = PrefillClock()
@@ -159,6 +161,7 @@ class SchedulerSide:
         if half is None or fill is None:
             return
         self._requests[request.request_id] = request
+        say_adapters_by_name(self._announce, request)
         if self._stores:
             fill.arrived(request)
         half.on_new_request(request.request_id, request.block_hashes, request.num_prompt_tokens)
