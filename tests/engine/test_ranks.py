@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.engine.counters import assert_counters_add_up
 from tests.engine.prompts import LONG_RESTORED, prompt, tokens_of
-from tests.engine.servers import END_S, Server, SharedStore, eventually, transfer_config
+from tests.engine.servers import END_S, PATIENT, Server, SharedStore, eventually, transfer_config
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tests.engine.conftest import Plain
     from tests.engine.models import Models
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.server, pytest.mark.timeout(450)]
 
 USERS = [prompt(seed) for seed in range(3)]
 PROCESSES = 4  # API, engine core and two workers
@@ -31,7 +31,7 @@ def test_two_tensor_parallel_ranks_store_and_restore_as_one(
     with SharedStore(tmp_path, memory="16MiB") as store:
         transfer = transfer_config(
             *("--memory", "16MiB", "--socket", store.socket),
-            *("--set", "connector.always_load=true", "--set", "limits.lookup_timeout=2s"),
+            *PATIENT,
         )
         two = ("--tensor-parallel-size", "2")
         with Server(
@@ -52,6 +52,11 @@ def test_two_tensor_parallel_ranks_store_and_restore_as_one(
     assert tokens_of(again) == expected
     assert [answer.cached_tokens for answer in first] == [0] * 3
     assert [answer.cached_tokens for answer in again] == [LONG_RESTORED] * 3
-    assert counters.restored_tokens == 3 * LONG_RESTORED
+    told = (
+        counters.by("ebbtide_hit_blocks_total", "tier"),
+        counters.by("ebbtide_miss_blocks_total", "reason"),
+        counters.by("ebbtide_loads_total", "outcome"),
+    )
+    assert counters.restored_tokens == 3 * LONG_RESTORED, told
     assert counters.restored_from("disk") > 0
     assert_counters_add_up(counters, requests=6)

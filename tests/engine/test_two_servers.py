@@ -16,6 +16,7 @@ from tests.engine.counters import assert_counters_add_up
 from tests.engine.prompts import LONG_RESTORED, prompt, tokens_of
 from tests.engine.servers import (
     END_S,
+    PATIENT,
     Server,
     SharedStore,
     eventually,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from tests.engine.conftest import Plain
     from tests.engine.models import Models
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 
 USERS = [prompt(seed) for seed in range(3)]
 OTHERS = [prompt(seed) for seed in (1001, 1002)]
@@ -50,7 +51,7 @@ def servers(
     """Both start at the same time; the second one finds the connector by its name alone."""
     transfer = transfer_config(
         *("--memory", "64MiB", "--socket", store.socket),
-        *("--set", "connector.always_load=true", "--set", "limits.lookup_timeout=2s"),
+        *PATIENT,
     )
     by_name = json.loads(transfer)
     del by_name["kv_connector_module_path"]
