@@ -49,7 +49,7 @@ test: $(STAMP)
 	$(BIN)/pytest
 
 test-engine: $(VLLM_STAMP)
-	$(VLLM_BIN)/pytest -c tests/engine/pytest.ini --rootdir=. tests/engine
+	$(VLLM_BIN)/pytest -c tests/engine/pytest.ini --rootdir=. -m 'not long' tests/engine
 
 check: $(STAMP)
 	$(BIN)/ruff check
@@ -60,7 +60,9 @@ check: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/ebbtide bench offload
 
-torture: $(STAMP)
+torture: $(STAMP) $(VLLM_STAMP)
 	EBBTIDE_TEST_KILLS=50 $(BIN)/pytest -s tests/live/test_engine_store_lost.py
 	EBBTIDE_TEST_STOPPED_S=10 EBBTIDE_TEST_RESTARTS=20 $(BIN)/pytest tests/live/test_process_engines.py tests/live/test_process_start.py
 	EBBTIDE_TEST_SIM_SEEDS=500 $(BIN)/pytest tests/sim
+	$(VLLM_BIN)/pytest -c tests/engine/pytest.ini --rootdir=. -m long tests/engine
+	EBBTIDE_TEST_ENGINE_KILLS=10 $(VLLM_BIN)/pytest -c tests/engine/pytest.ini --rootdir=. tests/engine/test_killed.py

@@ -41,11 +41,19 @@ class KVGroup:
 
 class KVGroups:
     """All groups of one engine. `hash_block_size`: tokens per hash of the engine's hash chain.
+    `fails_whole`: a block that cannot be loaded costs its whole request, as far as the engine can
+    say; so it is with more than one group unless told otherwise.
 
     Raises ConfigError for block sizes that the hash chain cannot name.
     """
 
-    def __init__(self, groups: Sequence[KVGroup], hash_block_size: int) -> None:
+    def __init__(
+        self,
+        groups: Sequence[KVGroup],
+        hash_block_size: int,
+        *,
+        fails_whole: bool | None = None,
+    ) -> None:
         odd = [group for group in groups if group.block_size % hash_block_size]
         if not groups or odd:
             raise ConfigError(
@@ -55,6 +63,7 @@ class KVGroups:
                 hash_block_size=hash_block_size,
             )
         self.all = tuple(groups)
+        self.fails_whole = len(groups) > 1 if fails_whole is None else fails_whole
         self.hash_block_size = hash_block_size
         self.alignment = math.lcm(*(group.block_size for group in groups))
         self._by_number = {group.number: group for group in groups}

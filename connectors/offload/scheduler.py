@@ -363,8 +363,8 @@ class OffloadScheduler:
     ) -> Load:
         unit = self._groups.alignment
         units = tuple((block * group.block_size - start) // unit for group, block, _ in places)
-        whole_request = len(self._groups.all) > 1
-        return Load(job, units, (end - start) // unit, self._ranks, whole_request)
+        num_units = (end - start) // unit
+        return Load(job, units, num_units, self._ranks, self._groups.fails_whole)
 
     def _load_ended(self, load: Load) -> None:
         """On every rank. Told once to each who wants to know."""

@@ -68,7 +68,7 @@ class Geometry:
         ]
         hash_block_size = config.hash_block_size or min(group.block_size for group in groups)
         return cls(
-            KVGroups(groups, hash_block_size),
+            KVGroups(groups, hash_block_size, fails_whole=len(config.kv_cache_groups) > 1),
             len(places),
             writers,
             tuple(tuple(offsets[place]) for place in places),

@@ -92,6 +92,7 @@ def test_miss_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert memory["hooks_us"]["build_connector_meta"]["calls"] >= 2
 
 
+@pytest.mark.long
 def test_ttft_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = measure(tmp_path, monkeypatch, "ttft", PLAIN, MEMORY_AND_DISK)
     assert found.valid, found.traffic
@@ -106,6 +107,7 @@ def test_ttft_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert disk["bytes_moved"]["disk_to_memory"] >= RESTORED // 32 * found.record_bytes
 
 
+@pytest.mark.long
 def test_a_dead_contestant_is_named_and_leaves_nothing(tmp_path: Path) -> None:
     bench = VllmBench(options("--dir", str(tmp_path)), str(tmp_path))
     spec = vllm_miss.load(TOKENS).spec(
@@ -133,6 +135,7 @@ def test_a_dead_contestant_is_named_and_leaves_nothing(tmp_path: Path) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.long
 def test_a_model_that_cannot_be_built_is_an_error_with_the_worker_s_words(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()

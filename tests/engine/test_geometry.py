@@ -109,7 +109,7 @@ def test_stages_without_layers_of_a_group_have_no_shard_of_it() -> None:
     assert_exact_cover(geometry, ranks)
 
 
-def test_groups_that_vllm_does_not_cache_leave_a_gap_in_the_numbers() -> None:
+def test_p35_groups_that_vllm_does_not_cache_leave_a_gap_in_the_numbers() -> None:
     cache = cache_of(full(4), window(4), full(2))
     cache.kv_cache_groups[1].enable_kv_transfer = False
     ranks = {place: Handshake({n: s for n, s in one.shards.items() if n != 1}, "", "float32")

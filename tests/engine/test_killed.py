@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tests.engine.conftest import Plain, Tiers
     from tests.engine.models import Models
 
-KILLS = int(os.environ.get("EBBTIDE_TEST_ENGINE_KILLS", "2"))
+KILLS = int(os.environ.get("EBBTIDE_TEST_ENGINE_KILLS", "1"))
 USERS = [prompt(seed) for seed in range(4)]
 CATCH_S = 60.0
 STEP_S = 0.002
