@@ -10,7 +10,7 @@ VLLM_PIP := $(VLLM_BIN)/python -m pip install --quiet --quiet --disable-pip-vers
 # Never put the working directory on sys.path: ./kernels would shadow another project's package.
 export PYTHONSAFEPATH = 1
 
-.PHONY: help dev demo test test-engine check bench torture
+.PHONY: help dev demo test test-engine test-engine-inside test-engine-servers check bench torture
 
 help:
 	@echo 'make dev    make .venv with the tested versions of everything'
@@ -19,7 +19,7 @@ help:
 	@echo 'make test-engine  run the tests inside a real vLLM on the CPU; makes .venv-vllm (3 GB) first'
 	@echo 'make check  lint, format, types, import rules'
 	@echo 'make bench  measure offloading'
-	@echo 'make torture  the long forms: 50 kills of a store, a worker stopped for 10 s, 500 simulated worlds'
+	@echo 'make torture  the long forms: 50 kills of a store, a worker stopped for 10 s, 500 simulated worlds, 10 killed vLLMs'
 
 dev: $(STAMP)
 
@@ -48,8 +48,17 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/pytest
 
+ENGINE_TESTS := $(VLLM_BIN)/pytest -c tests/engine/pytest.ini --rootdir=. tests/engine
+
+# Two halves side by side: a test inside one vLLM keeps little more than one core busy.
 test-engine: $(VLLM_STAMP)
-	$(VLLM_BIN)/pytest -c tests/engine/pytest.ini --rootdir=. -m 'not long' tests/engine
+	@$(MAKE) --no-print-directory -j2 -Otarget test-engine-inside test-engine-servers
+
+test-engine-inside: $(VLLM_STAMP)
+	$(ENGINE_TESTS) -m 'not long and not server'
+
+test-engine-servers: $(VLLM_STAMP)
+	$(ENGINE_TESTS) -m 'not long and server'
 
 check: $(STAMP)
 	$(BIN)/ruff check
@@ -64,5 +73,4 @@ torture: $(STAMP) $(VLLM_STAMP)
 	EBBTIDE_TEST_KILLS=50 $(BIN)/pytest -s tests/live/test_engine_store_lost.py
 	EBBTIDE_TEST_STOPPED_S=10 EBBTIDE_TEST_RESTARTS=20 $(BIN)/pytest tests/live/test_process_engines.py tests/live/test_process_start.py
 	EBBTIDE_TEST_SIM_SEEDS=500 $(BIN)/pytest tests/sim
-	$(VLLM_BIN)/pytest -c tests/engine/pytest.ini --rootdir=. -m long tests/engine
-	EBBTIDE_TEST_ENGINE_KILLS=10 $(VLLM_BIN)/pytest -c tests/engine/pytest.ini --rootdir=. tests/engine/test_killed.py
+	EBBTIDE_TEST_ENGINE_KILLS=10 $(ENGINE_TESTS) -m long

@@ -74,6 +74,7 @@ def measure(
     return findings
 
 
+@pytest.mark.long
 def test_miss_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = measure(tmp_path, monkeypatch, "miss", PLAIN, MEMORY)
     assert found.valid, found.traffic

@@ -112,6 +112,7 @@ def roots_here(monkeypatch: pytest.MonkeyPatch, seed: str | None) -> list[bytes]
         return found
 
 
+@pytest.mark.long
 def test_p01_processes_share_exactly_when_their_roots_agree(
     config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -379,6 +379,7 @@ metrics.observe(json.loads(sys.argv[1]))
 """
 
 
+@pytest.mark.long
 def test_several_api_processes_add_counters_up_and_the_newest_gauge_is_seen(
     tmp_path: Path,
 ) -> None:
