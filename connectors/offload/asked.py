@@ -6,15 +6,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ebbtide.connectors.offload.load import TIERS
-from ebbtide.tiers.reasons import Place, label
+from ebbtide.tiers.reasons import Miss, Place, label
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from ebbtide.connectors.offload.groups import KVGroups
     from ebbtide.connectors.offload.load_or_compute import Choice
     from ebbtide.connectors.offload.tally import RequestTally
 
+FIRST_REASON = min(Miss)  # codes below it are places
 LOADABLE = frozenset({Place.MEMORY, Place.DISK, Place.REMOTE})
 
 
@@ -69,6 +70,11 @@ class Asked:
         for keys in self.keys:
             self.states.append(codes[: len(keys)])
             codes = codes[len(keys) :]
+
+    def missing_keys(self) -> Iterator[bytes]:
+        """The keys that no tier holds, as the store has said."""
+        for keys, codes in zip(self.keys, self.states or (), strict=False):
+            yield from (key for key, code in zip(keys, codes, strict=True) if code >= FIRST_REASON)
 
     def forget_answer(self) -> None:
         """It is stale when the request comes back."""

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 __all__ = ["OffloadScheduler", "SchedulerBounds"]
 
-FIRST_REASON = min(Miss)  # codes below it are places
-
 
 class OffloadScheduler:
     """Implements `ebbtide.connectors.seam.SchedulerHalf`. Scheduler thread only."""
@@ -401,9 +399,5 @@ class OffloadScheduler:
         if not isinstance(completion.message, wire.States):
             asked.lost = True
             return
-        codes = completion.message.codes
-        asked.answered(codes)
-        keys = (key for group in asked.keys for key in group)
-        self._demotions.missed(
-            key for key, code in zip(keys, codes, strict=True) if code >= FIRST_REASON
-        )
+        asked.answered(completion.message.codes)
+        self._demotions.missed(asked.missing_keys())
