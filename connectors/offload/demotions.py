@@ -120,14 +120,15 @@ class Demotions:
         if not live:
             self.unpin_all()
         handle = self._link.handle
-        if handle is None or self._copies.stale or self._overdue:
-            # Sequences of two stores must not mix; a store that is stuck gets no more work. What
-            # nears its eviction is looked at again by then.
+        if handle is None:  # what nears its eviction is looked at again when a store answers
             self._backlog.clear()
             return
         self._copies.give_back()
         if not self._lazy:
             self._offer(newly_full)
+        if self._copies.stale or self._overdue:
+            # Sequences of two stores must not mix; a store that is stuck gets no more work.
+            return
         demote = plan_demotions(
             self._offered(),
             self._next_to_go(),

@@ -111,6 +111,7 @@ class Tiers:
         extra: dict[str, Any] = {
             "memory": {"capacity": memory},
             "connector": {"always_load": True, **connector},
+            "limits": {"lookup_timeout": "2s"},  # what is restored must not hang on the load
         }
         if disk:
             extra["disk"] = {"path": str(self.disk_path), "capacity": "256MiB"}

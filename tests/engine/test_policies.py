@@ -38,11 +38,14 @@ def test_generated_blocks_are_stored_unless_only_prompts_are(
     models: Models, tiers: Tiers, prompt_only: bool, blocks: int
 ) -> None:
     transfer = tiers(disk=False, prompt_only=prompt_only)
+    asked = prompt(61, 128)  # 4 blocks, and 3 of its answer
     with Engine(models["llama"], transfer=transfer) as engine:
-        engine.one_by_one([prompt(61, 128)], max_tokens=100)  # 4 blocks, and 3 of its own
+        (answer,) = engine.one_by_one([asked], max_tokens=100)
+        assert engine.reset()
+        (again,) = engine.one_by_one([asked + answer.tokens])
         counters = engine.counters()
-    assert counters.total("ebbtide_demoted_blocks_total") == blocks, counters
-    assert_counters_add_up(counters, requests=1)
+    assert again.cached_tokens == blocks * 32, counters
+    assert_counters_add_up(counters, requests=2)
 
 
 def test_the_default_load_failure_policy_is_refused_with_the_fix(
