@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +66,10 @@ class LmcacheTiers:
                 stdout=log,
                 stderr=log,
             )
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.close)
             self._until_healthy(http_port)
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     def cpu_s(self) -> float:
         return process_cpu_s(self._process.pid)
