@@ -8,14 +8,12 @@ one is asked, copies have ended and the store has nothing left to write.
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from ebbtide.bench.measured_store import MeasuredStore
 from ebbtide.errors import EbbtideError
 
 if TYPE_CHECKING:
@@ -29,9 +27,6 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 16
 IDLE_SLEEP_S = 0.001  # between steps without a token, as the engine's own loop has it
-SETTLE_TIMEOUT_S = 20.0
-SETTLE_POLL_S = 0.02
-STORE_EXIT_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,72 +104,40 @@ class StoreProcess:
         from ebbtide.connectors.process import start_store
         from ebbtide.connectors.reference.connect import attach_socket
 
-        self._socket = str(settings["socket"])
-        self._process = start_store(settings)
+        socket = str(settings["socket"])
+        process = start_store(settings)
         try:
-            self._halves = attach_socket(engine, self._socket)
+            self._halves = attach_socket(engine, socket)
         except EbbtideError:
-            self._process.terminate()
-            self._process.wait()
+            process.terminate()
+            process.wait()
             raise
+        self._store = MeasuredStore(process, socket)
 
     def cpu_s(self) -> float:
-        return process_cpu_s(self._process.pid)
+        return self._store.cpu_s()
 
     def moved(self) -> dict[str, int]:
-        tally, disk = self._halves.scheduler.tally, self._stats().get("disk", {})
+        tally = self._halves.scheduler.tally
         return {
             "device_to_memory": tally.bytes_by_edge["device_to_memory"],
             "memory_to_device": tally.bytes_by_edge["memory_to_device"],
-            "memory_to_disk": int(disk.get("write_bytes", 0)),
-            "disk_to_memory": int(disk.get("read_bytes", 0)),
+            **self._store.disk_moves(),
         }
 
     def settle(self) -> None:
-        deadline = time.monotonic() + SETTLE_TIMEOUT_S
-        while True:
-            stats = self._stats()
-            unwritten = stats["memory"]["dirty_bytes"] if "disk" in stats else 0
-            if not unwritten and not stats["loads"]:
-                return
-            if time.monotonic() > deadline:
-                raise EbbtideError(
-                    "The store does not come to rest, so nothing else can be measured",
-                    next_step="Run `ebbtide bench` while the disk has nothing else to do.",
-                    unwritten_bytes=unwritten,
-                    loads=stats["loads"],
-                )
-            time.sleep(SETTLE_POLL_S)
+        self._store.settle()
 
     def troubles(self) -> dict[str, int]:
-        stats, (scheduler, worker) = self._stats(), self._halves
-        corrupt = stats["counts"].get("memory_corrupt", 0) + stats.get("disk", {}).get("corrupt", 0)
+        scheduler, worker = self._halves
         return {
             "faults": scheduler.faults.count + worker.faults.count,
-            "corrupt": int(corrupt),
+            "corrupt": self._store.corrupt(),
             "shed": scheduler.tally.shed,
         }
 
     def close(self) -> None:
-        self._process.terminate()  # by itself it ends with the process of its engine: this one
-        try:
-            self._process.wait(STORE_EXIT_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()  # what it held was this run's alone
-            self._process.wait()
-
-    def _stats(self) -> dict[str, Any]:
-        from ebbtide.connectors import protocol as wire
-        from ebbtide.connectors.client import SocketClient, ask
-
-        client = SocketClient(self._socket, b"\0" * 16, "tool", arena=False)
-        try:
-            answer = ask(client, wire.Stats())
-        finally:
-            client.close()
-        if not isinstance(answer, wire.Report):
-            raise EbbtideError("The store does not say how it is", answered=answer)
-        return answer.report
+        self._store.close()
 
 
 class Contestant:
@@ -256,13 +219,6 @@ class Contestant:
         self.engine.close()
         if self.tiers is not None:
             self.tiers.close()
-
-
-def process_cpu_s(pid: int) -> float:
-    """User and system time of a process and all its threads, in the kernel's ticks (10 ms)."""
-    text = Path(f"/proc/{pid}/stat").read_text()
-    fields = text.rpartition(")")[2].split()  # the name may hold anything; state comes next
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _served(output: RequestOutput) -> Served:

@@ -16,6 +16,7 @@ import tempfile
 from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from ebbtide.bench.arguments import count
 from ebbtide.bench.contestant import (
     BLOCK_SIZE,
     Contestant,
@@ -78,13 +79,6 @@ def _factors(text: str) -> tuple[float, ...]:
     return factors
 
 
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is below one")
-    return number
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The case's options."""
     parser.add_argument(
@@ -96,19 +90,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", choices=sorted(MODELS), default="bench", help="how large a model (default bench)"
     )
-    parser.add_argument("--turns", type=_count, default=2, help="questions per user (default 2)")
+    parser.add_argument("--turns", type=count, default=2, help="questions per user (default 2)")
     parser.add_argument(
-        "--document-tokens", type=_count, default=240, help="length of a document (default 240)"
+        "--document-tokens", type=count, default=240, help="length of a document (default 240)"
     )
     parser.add_argument(
-        "--answer-tokens", type=_count, default=8, help="length of an answer (default 8)"
+        "--answer-tokens", type=count, default=8, help="length of an answer (default 8)"
     )
     parser.add_argument(
-        "--concurrent", type=_count, default=4, help="requests at a time (default 4)"
+        "--concurrent", type=count, default=4, help="requests at a time (default 4)"
     )
     parser.add_argument(
         "--threads",
-        type=_count,
+        type=count,
         default=1,
         help="of the tensor library, alike for all designs (default 1)",
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ebbtide.bench import vllm_miss, vllm_ttft
+from ebbtide.bench.arguments import count
 from ebbtide.bench.pairs import PAIRS_MIN, rotated
 from ebbtide.bench.vllm_answer import BLOCK_SIZE
 from ebbtide.bench.vllm_contestant import (
@@ -74,13 +75,6 @@ def _cases(text: str) -> tuple[str, ...]:
     return names
 
 
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is below one")
-    return number
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The case's options."""
     parser.add_argument("--quick", action="store_true", help="3 pairs: a look, not a result")
@@ -106,13 +100,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--miss-prompts",
-        type=_count,
+        type=count,
         default=MISS_PROMPTS,
         help=f"prompts in a round of miss (default {MISS_PROMPTS})",
     )
     parser.add_argument(
         "--threads",
-        type=_count,
+        type=count,
         default=1,
         help="of the tensor library, alike for all designs (default 1)",
     )

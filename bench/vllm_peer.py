@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from ebbtide.bench.contestant import STORE_EXIT_TIMEOUT_S, process_cpu_s
+from ebbtide.bench.measured_store import STORE_EXIT_TIMEOUT_S, process_cpu_s
 from ebbtide.bench.vllm_tiers import ROLE
 from ebbtide.errors import EbbtideError
 

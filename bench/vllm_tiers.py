@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ebbtide.bench.contestant import (
-    SETTLE_POLL_S,
-    SETTLE_TIMEOUT_S,
-    STORE_EXIT_TIMEOUT_S,
-    process_cpu_s,
-)
-from ebbtide.errors import EbbtideError
+from ebbtide.bench.measured_store import MeasuredStore
 
 if TYPE_CHECKING:
     from ebbtide.bench.vllm_answer import WorkerSpec
@@ -87,62 +79,27 @@ class EbbtideTiers:
             "kv_connector_extra_config": settings,
         }
         self._settings = settings
-        self._process = start_store(settings, log_path=log_path)
+        process = start_store(settings, log_path=log_path)
+        self._store = MeasuredStore(process, str(settings["socket"]))
 
     def cpu_s(self) -> float:
-        return process_cpu_s(self._process.pid)
+        return self._store.cpu_s()
 
     def settle(self) -> None:
-        deadline = time.monotonic() + SETTLE_TIMEOUT_S
-        while True:
-            stats = self._stats()
-            unwritten = stats["memory"]["dirty_bytes"] if "disk" in stats else 0
-            if not unwritten and not stats["loads"]:
-                return
-            if time.monotonic() > deadline:
-                raise EbbtideError(
-                    "The store does not come to rest, so nothing else can be measured",
-                    next_step="Run `ebbtide bench` while the disk has nothing else to do.",
-                    unwritten_bytes=unwritten,
-                    loads=stats["loads"],
-                )
-            time.sleep(SETTLE_POLL_S)
+        self._store.settle()
 
     def counts(self) -> dict[str, int]:
-        stats = self._stats()
-        disk = stats.get("disk", {})
-        return {
-            "memory_to_disk": int(disk.get("write_bytes", 0)),
-            "disk_to_memory": int(disk.get("read_bytes", 0)),
-            "corrupt": stats["counts"].get("memory_corrupt", 0) + int(disk.get("corrupt", 0)),
-        }
+        return {**self._store.disk_moves(), "corrupt": self._store.corrupt()}
 
     def facts(self) -> dict[str, Any]:
-        found = {"memory_bytes": self._stats()["memory"]["capacity_bytes"]}
+        found = {"memory_bytes": self._store.stats()["memory"]["capacity_bytes"]}
         if "disk" in self._settings:
-            found["disk_direct_io"] = _direct_io(self._process.pid, self._settings["disk"]["path"])
+            pid = self._store.process.pid
+            found["disk_direct_io"] = _direct_io(pid, self._settings["disk"]["path"])
         return found
 
     def close(self) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(STORE_EXIT_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()  # what it held was this run's alone
-            self._process.wait()
-
-    def _stats(self) -> dict[str, Any]:
-        from ebbtide.connectors import protocol as wire
-        from ebbtide.connectors.client import SocketClient, ask
-
-        client = SocketClient(str(self._settings["socket"]), b"\0" * 16, "tool", arena=False)
-        try:
-            answer = ask(client, wire.Stats())
-        finally:
-            client.close()
-        if not isinstance(answer, wire.Report):
-            raise EbbtideError("The store does not say how it is", answered=answer)
-        return answer.report
+        self._store.close()
 
 
 def open_tiers(spec: WorkerSpec) -> Tiers:

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ebbtide.allocator import pack_key
+from ebbtide.allocator.hashing import GROUP_BYTES
 from ebbtide.connectors import protocol as wire
 from ebbtide.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-GROUP_BYTES = 4  # of a packed key's end
 NULL_BLOCK = 0  # nobody's device block
 
 
@@ -75,7 +75,7 @@ class KVGroups:
 
     def of_key(self, key: bytes) -> KVGroup:
         """The group that a packed key names."""
-        return self._by_number[int.from_bytes(key[-GROUP_BYTES:], "big")]
+        return self._by_number[group_number(key)]
 
     def keys(
         self, group: KVGroup, block_hashes: Sequence[bytes], first: int, end: int
@@ -139,6 +139,11 @@ class KVGroups:
         ):
             end -= self.alignment
         return max(start, end)
+
+
+def group_number(key: bytes) -> int:
+    """The group that a packed key names, without its checks: keys here are our own. O(1)."""
+    return int.from_bytes(key[-GROUP_BYTES:], "big")
 
 
 def _runs(holds: Callable[[int], bool], first: int, end: int) -> dict[int, int]:

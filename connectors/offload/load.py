@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ebbtide.connectors.seam import BlockRef, LoadResult
-from ebbtide.tiers.reasons import Miss, label
+from ebbtide.tiers.reasons import Miss, Place, label
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ebbtide.connectors.offload.load_or_compute import Choice
     from ebbtide.connectors.seam import LoadJob
 
-TIERS = ("memory", "disk", "remote")  # the fastest first
+TIERS = (label(Place.MEMORY), label(Place.DISK), label(Place.REMOTE))  # the fastest first
 
 
 @dataclass(slots=True)

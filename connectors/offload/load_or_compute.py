@@ -19,13 +19,12 @@ from itertools import groupby, islice, takewhile
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
+from ebbtide.connectors.offload.load import TIERS
 from ebbtide.errors import ConfigError
-from ebbtide.tiers.reasons import Place, label
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-TIERS = (label(Place.MEMORY), label(Place.DISK), label(Place.REMOTE))  # the slowest one last
 
 RETRY_CHOICES = 32  # choices in a row against a tier, or blind ones against computing, then a probe
 RETRY_S = 60.0  # a tier that was turned down that long ago, and ever since, gets a probe

@@ -65,7 +65,6 @@ class OffloadScheduler:
         self.tally = Tally()
         self.faults = FaultLog()
         self._client = client
-        self._pool = pool
         self._groups = groups
         self._ranks = ranks
         self._shard_offsets = shard_offsets
@@ -348,11 +347,8 @@ class OffloadScheduler:
     ) -> Load:
         """Every block between `start` and `end` that the engine has given a place."""
         places = self._groups.places(block_ids, start, end)
-        keys = tuple(
-            key
-            for group, block, _ in places
-            for key in self._groups.keys(group, asked.block_hashes, block, block + 1)
-        )
+        looked_up = dict(zip(self._groups.all, asked.keys, strict=True))
+        keys = tuple(looked_up[group][block] for group, block, _ in places)
         job = LoadJob(request_id, keys, tuple(block_id for _, _, block_id in places))
         return self._load_of(job, places, start, end)
 

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ebbtide.connectors import protocol as wire
-from ebbtide.connectors.offload.groups import GROUP_BYTES
+from ebbtide.connectors.offload.groups import group_number
+from ebbtide.connectors.offload.load import TIERS
 from ebbtide.connectors.seam import LoadResult, WorkerReport
 from ebbtide.connectors.supervisor import FaultLog, hook, nothing
 from ebbtide.tiers.reasons import Miss, label
@@ -37,7 +38,6 @@ LOAD_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 5.0
 STORE_COPY_BYTES = 16 << 20  # of one copy job: a load that comes meanwhile waits for no more
 TO_MEMORY, TO_DEVICE = "device_to_memory", "memory_to_device"
-TIERS = frozenset(("memory", "disk", "remote"))
 
 
 @dataclass(slots=True)
@@ -248,7 +248,7 @@ class OffloadWorker:
         rows = [(position, label(source)) for position, _, source, _ in message.granted]
         parts: dict[int, list[tuple[int, int]]] = {}  # group -> (block, offset)
         for position, _, _, offset in message.granted:
-            group = int.from_bytes(load.job.keys[position][-GROUP_BYTES:], "big")
+            group = group_number(load.job.keys[position])
             if group in self._copies.layouts:  # else the layers of that group are other ranks'
                 row = (load.job.block_ids[position], offset + load.shards[group])
                 parts.setdefault(group, []).append(row)
@@ -288,7 +288,7 @@ class OffloadWorker:
         self._notices.append(wire.Ack(load.ticket, number))
         for position, source in batch.rows:
             self._name(load, position, source if batch.loaded else label(Miss.IO_ERROR))
-            group = int.from_bytes(load.job.keys[position][-GROUP_BYTES:], "big")
+            group = group_number(load.job.keys[position])
             if batch.loaded and group in self._copies.layouts:
                 self._edges[TO_DEVICE] += self._copies.layouts[group].record_bytes
         self._maybe_report(load)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ebbtide.connectors.offload.groups import NULL_BLOCK
 from ebbtide.connectors.seam import BlockRef
 
 if TYPE_CHECKING:
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from ebbtide.connectors.offload.groups import KVGroups
-
-NULL_BLOCK = 0
 
 
 def computed_before(step: SchedulerOutput) -> dict[str, int]:

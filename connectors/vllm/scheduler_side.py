@@ -198,8 +198,9 @@ class SchedulerSide:
             return
         fill.finished(request, block_ids)
         half.request_finished(request.request_id, request.block_hashes)
-        held = [block_id for table in block_ids for block_id in table]
-        pool.released(held, lambda key: half.wants(key) or fill.holds(key))
+        if not pool.caching:
+            held = [block_id for table in block_ids for block_id in table]
+            pool.released(held, lambda key: half.wants(key) or fill.holds(key))
 
     def _asks(self, request: Request) -> bool:
         return self._settings.loads and not request.skip_reading_prefix_cache

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from ebbtide.connectors.offload.worker import TIERS, OffloadWorker
+from ebbtide.connectors.offload.load import TIERS
+from ebbtide.connectors.offload.worker import OffloadWorker
 from ebbtide.connectors.vllm.cache_groups import replicas_of, taking_part
 from ebbtide.connectors.vllm.connection import Connection
 from ebbtide.connectors.vllm.layout import layouts_of

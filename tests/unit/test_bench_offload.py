@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ebbtide.bench import offload
-from ebbtide.bench.contestant import RoundResult, Served, process_cpu_s
+from ebbtide.bench.contestant import RoundResult, Served
+from ebbtide.bench.measured_store import process_cpu_s
 from ebbtide.bench.offload_report import Comparison, render
 from ebbtide.bench.working_set import WorkingSet, distinct_blocks, plan
 from ebbtide.cli import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, main

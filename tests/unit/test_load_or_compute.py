@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ebbtide.connectors.offload.load import TIERS
 from ebbtide.connectors.offload.load_or_compute import (
     COSTLY_RETRIES,
     RETRY_CHOICES,
     RETRY_S,
-    TIERS,
     Choice,
     LoadOrCompute,
 )
