@@ -17,18 +17,19 @@ from ebbtide.connectors.seam import BlockRef
 from ebbtide.kernels.copy import gather
 from ebbtide.kernels.layout import PagedLayout
 from ebbtide.sizes import exact_size
-from ebbtide.tiers.device import DeviceCopies
+from ebbtide.tiers.device import device_copies
 from ebbtide.tiers.opening import OpenStore
 from ebbtide.tiers.runtime import ThreadRuntime
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from ebbtide.connectors.seam import LoadResult, StepMetadata
+    from ebbtide.tiers.device import DeviceCopies
 
 HANG_S = 20.0
 NUM_BLOCKS = 64
-PATIENT = SchedulerBounds(lookup_timeout_s=10.0, reserve_timeout_s=10.0)
+PATIENT = SchedulerBounds(lookup_timeout_s=10.0, pin_timeout_s=10.0, reserve_timeout_s=10.0)
 ONE_GROUP = ((16, None),)
 TWO_GROUPS = ((16, None), (32, 64))
 SHAPES = ((2, 8), (1, 24), (3, 8), (4, 4))  # heads and their width per rank: shards differ
@@ -77,6 +78,7 @@ class RankRig:
         *,
         memory_bytes: int = 16 << 20,  # a segment for each size of records
         bounds: SchedulerBounds = PATIENT,
+        copies: Callable[[Mapping[int, PagedLayout]], DeviceCopies] = device_copies,
     ) -> None:
         self.draw = torch.Generator().manual_seed(ranks)
         self.layouts = [
@@ -117,7 +119,7 @@ class RankRig:
         self.workers = [
             OffloadWorker(
                 LocalClient(self.store, self.runtime, name),
-                DeviceCopies(layouts),
+                copies(layouts),
                 rank=rank,
                 load_timeout_s=HANG_S,
             )

@@ -1,19 +1,22 @@
-"""The device edge: copies between paged device blocks and arena slots, beside the forward pass.
+"""The device edge: copies between paged device blocks and arena slots.
 
-The only module of this room that needs torch, imported when the first copy engine is built. A copy
-never waits for the engine and the engine never for a copy: jobs go to a thread, ends are polled.
+The only module of this room that needs torch, imported when the first copy engine is built. Jobs
+are submitted and their ends polled; `device_copies` chooses who copies meanwhile.
 """
 
 from __future__ import annotations
 
 import threading
+import time
+from abc import ABC, abstractmethod
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from ebbtide.tiers.supervisor import outcome_of
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
     import torch
 
@@ -21,6 +24,10 @@ if TYPE_CHECKING:
     from ebbtide.tiers.arena import Arena
 
 CLOSE_TIMEOUT_S = 10.0
+PIECE_BYTES = 4 << 20  # a host copies so much between two looks at the clock
+SLICE_SHARE = 0.05  # of the time since the last poll
+SLICE_MIN_S = 0.005
+SLICE_MAX_S = 0.1
 
 
 class CopyJob(NamedTuple):
@@ -43,33 +50,21 @@ class CopyEnd(NamedTuple):
     error: BaseException | None
 
 
-class DeviceCopies:
-    """Copies for one worker. `submit` and `poll` from the worker's thread; one copy thread.
+class DeviceCopies(ABC):
+    """Copies for one worker, all methods from the worker's thread.
 
     `layouts`: per KV group how a block of this rank lies in the device tensors. Copies to the
-    device go first: a request waits for them, and for the others nobody does. On a GPU the copies
-    run on a stream of their own, behind the work that the compute stream had been given when the
-    job was submitted (never the legacy default stream). On a CPU they run in the thread, with the
-    interpreter lock free.
+    device go first: a request waits for them, and for the others nobody does.
     """
 
     def __init__(self, layouts: Mapping[int, PagedLayout]) -> None:
         from ebbtide.kernels import copy
 
         self.layouts = dict(layouts)
+        self.open_jobs = 0
         self._copy = copy
-        self._device = next(iter(self.layouts.values())).device
-        self._cuda = self._device.type == "cuda"
-        self._loads: deque[CopyJob] = deque()
-        self._stores: deque[CopyJob] = deque()
-        self._stores_left = 0  # begun or not; under the condition, like both queues
-        self._closing = False
-        self._changed = threading.Condition()
         self._ends: deque[CopyEnd] = deque()
         self._whole: tuple[Arena, torch.Tensor] | None = None
-        self.open_jobs = 0
-        self._thread = threading.Thread(target=self._run, name="ebbtide-copies", daemon=True)
-        self._thread.start()
 
     def submit(
         self,
@@ -85,11 +80,7 @@ class DeviceCopies:
         ready = self._compute_event()
         job = CopyJob(tag, group, tuple(block_ids), tuple(offsets), to_device, arena, ready)
         self.open_jobs += 1
-        with self._changed:
-            if not to_device:
-                self._stores_left += 1
-            (self._loads if to_device else self._stores).append(job)
-            self._changed.notify_all()
+        self._accept(job)
 
     def poll(self) -> list[CopyEnd]:
         """The copies that have ended since the last call. O(ended)."""
@@ -99,20 +90,157 @@ class DeviceCopies:
         self.open_jobs -= len(ends)
         return ends
 
+    @abstractmethod
     def settle_stores(self) -> None:
         """Wait until no submitted copy reads a device block any more. As long as those take."""
+
+    @abstractmethod
+    def close(self) -> bool:
+        """End what has begun, and begin nothing more. False when it did not end in time."""
+
+    @abstractmethod
+    def _accept(self, job: CopyJob) -> None:
+        """Take a job over."""
+
+    def _compute_event(self) -> torch.cuda.Event | None:
+        return None
+
+    def _move(self, job: CopyJob) -> None:
+        layout = self.layouts[job.group]
+        size = layout.record_bytes
+        arena = self._tensor(job.arena)
+        records = [arena[offset : offset + size] for offset in job.offsets]
+        move = self._copy.scatter if job.to_device else self._copy.gather
+        move(layout, job.block_ids, records)
+
+    def _tensor(self, arena: Arena) -> torch.Tensor:
+        """The arena as one uint8 tensor; the last one is kept until another arena comes."""
+        import torch
+
+        if self._whole is None or self._whole[0] is not arena:
+            self._whole = (arena, torch.frombuffer(arena.buffer, dtype=torch.uint8))
+        return self._whole[1]
+
+
+def device_copies(layouts: Mapping[int, PagedLayout]) -> DeviceCopies:
+    """The copies that suit the device of these layouts."""
+    device = next(iter(layouts.values())).device
+    return HostCopies(layouts) if device.type == "cpu" else StreamCopies(layouts)
+
+
+# -- a device that is host memory ------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Moving:
+    job: CopyJob
+    moved: int = 0  # records
+
+
+class HostCopies(DeviceCopies):
+    """Copies in the worker's own thread, a slice at every poll.
+
+    A thread of its own would be slower by far: a copy is many small ones, after each of which it
+    would have to win the interpreter lock back from an engine that steps without a pause. And the
+    cores that it would use are those of the forward pass.
+
+    A slice lasts about a twentieth of the time since the last poll, within bounds: an engine with
+    long steps gives long slices, and is slowed down by a twentieth at most.
+    """
+
+    def __init__(
+        self, layouts: Mapping[int, PagedLayout], *, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(layouts)
+        self._now = now
+        self._polled_s = now()
+        self._loads: deque[_Moving] = deque()
+        self._stores: deque[_Moving] = deque()
+
+    def poll(self) -> list[CopyEnd]:
+        if self.open_jobs:
+            self._slice()
+        self._polled_s = self._now()
+        return super().poll()
+
+    def settle_stores(self) -> None:
+        while self._stores:
+            self._move_piece(self._stores)
+
+    def close(self) -> bool:
+        self._loads.clear()
+        self._stores.clear()
+        self._whole = None
+        return True
+
+    def _accept(self, job: CopyJob) -> None:
+        (self._loads if job.to_device else self._stores).append(_Moving(job))
+
+    def _slice(self) -> None:
+        now = self._now()
+        length_s = min(max(SLICE_SHARE * (now - self._polled_s), SLICE_MIN_S), SLICE_MAX_S)
+        while queue := self._loads or self._stores:
+            self._move_piece(queue)
+            if self._now() - now >= length_s:
+                return
+
+    def _move_piece(self, queue: deque[_Moving]) -> None:
+        """Some records of the oldest job, or its end."""
+        moving = queue[0]
+        job, start = moving.job, moving.moved
+        count = max(1, PIECE_BYTES // self.layouts[job.group].record_bytes)
+        piece = job._replace(
+            block_ids=job.block_ids[start : start + count],
+            offsets=job.offsets[start : start + count],
+        )
+        error = outcome_of(self._move, piece)
+        moving.moved += count
+        if error is not None or moving.moved >= len(job.block_ids):
+            queue.popleft()
+            self._ends.append(CopyEnd(job.tag, job.to_device, error))
+
+
+# -- a device with streams -------------------------------------------------------------------------
+
+
+class StreamCopies(DeviceCopies):
+    """Copies beside the forward pass, in one thread, on a stream of its own.
+
+    They run behind the work that the compute stream had been given when the job was submitted
+    (never on the legacy default stream).
+    """
+
+    def __init__(self, layouts: Mapping[int, PagedLayout]) -> None:
+        super().__init__(layouts)
+        self._device = next(iter(self.layouts.values())).device
+        self._cuda = self._device.type == "cuda"
+        self._loads: deque[CopyJob] = deque()
+        self._stores: deque[CopyJob] = deque()
+        self._stores_left = 0  # begun or not; under the condition, like both queues
+        self._closing = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="ebbtide-copies", daemon=True)
+        self._thread.start()
+
+    def settle_stores(self) -> None:
         with self._changed:
             while self._stores_left:
                 self._changed.wait()
 
     def close(self) -> bool:
-        """End the thread after what it is doing. False when it did not end in time."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._thread.join(CLOSE_TIMEOUT_S)
         self._whole = None
         return not self._thread.is_alive()
+
+    def _accept(self, job: CopyJob) -> None:
+        with self._changed:
+            if not job.to_device:
+                self._stores_left += 1
+            (self._loads if job.to_device else self._stores).append(job)
+            self._changed.notify_all()
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
@@ -144,22 +272,6 @@ class DeviceCopies:
                 stream.wait_event(job.ready)
             self._move(job)
         stream.synchronize()
-
-    def _move(self, job: CopyJob) -> None:
-        layout = self.layouts[job.group]
-        size = layout.record_bytes
-        arena = self._tensor(job.arena)
-        records = [arena[offset : offset + size] for offset in job.offsets]
-        move = self._copy.scatter if job.to_device else self._copy.gather
-        move(layout, job.block_ids, records)
-
-    def _tensor(self, arena: Arena) -> torch.Tensor:
-        """The arena as one uint8 tensor; the last one is kept until another arena comes."""
-        import torch
-
-        if self._whole is None or self._whole[0] is not arena:
-            self._whole = (arena, torch.frombuffer(arena.buffer, dtype=torch.uint8))
-        return self._whole[1]
 
     def _compute_event(self) -> torch.cuda.Event | None:
         if not self._cuda:

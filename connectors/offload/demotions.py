@@ -42,7 +42,7 @@ STORE_TRIES = 3  # per block and store; a block that failed so often stays on th
 @dataclass(slots=True)
 class _Reserve:
     candidates: Sequence[Candidate]
-    deadline_s: float
+    asked_at_s: float
     pinned: bool
 
 
@@ -251,9 +251,7 @@ class Demotions:
         for one in self._granted:
             one.reserve.pinned = False
         for reserve in self._reserving.values():
-            if reserve.pinned:
-                reserve.pinned = False
-                self._pool.unpin([candidate.block_id for candidate in reserve.candidates])
+            self._let_loose(reserve)
 
     def close(self) -> None:
         """Give every pin back."""
@@ -305,8 +303,7 @@ class Demotions:
         size = self._groups.of_key(candidates[0].key).record_bytes
         keys = tuple(candidate.key for candidate in candidates)
         ticket = self._client.submit(wire.Reserve(handle, size, keys))
-        deadline_s = self._now() + self._bounds.reserve_timeout_s
-        self._reserving[ticket] = _Reserve(candidates, deadline_s, pin)
+        self._reserving[ticket] = _Reserve(candidates, self._now(), pin)
         self._under_way.update(keys)
         self._open_bytes += size * len(keys)
         if pin:
@@ -315,13 +312,20 @@ class Demotions:
     def _expire(self) -> None:
         now = self._now()
         for ticket, reserve in list(self._reserving.items()):
-            if now > reserve.deadline_s:
+            waited_s = now - reserve.asked_at_s
+            if waited_s > self._bounds.pin_timeout_s:
+                self._let_loose(reserve)
+            if waited_s > self._bounds.reserve_timeout_s:
                 del self._reserving[ticket]
                 self._overdue.add(ticket)
-                if reserve.pinned:
-                    self._pool.unpin([one.block_id for one in reserve.candidates])
                 self._give_back(reserve.candidates)
         self._copies.expire()
+
+    def _let_loose(self, reserve: _Reserve) -> None:
+        """Its blocks may be handed out; what is still there when the slots come is copied."""
+        if reserve.pinned:
+            reserve.pinned = False
+            self._pool.unpin([candidate.block_id for candidate in reserve.candidates])
 
     def _take_grants(self, reserve: _Reserve, message: wire.Message) -> None:
         grants = message.grants if isinstance(message, wire.Grants) else ()

@@ -335,16 +335,20 @@ class OffloadWorker:
     # -- the store and the copies ---------------------------------------------------------------
 
     def _poll(self) -> None:
+        self._poll_copies()
+        self._take_all()  # what an earlier fault left here belongs to the arena of that time
+        self._completions.extend(self._client.poll())
+        self._take_all()
+        self._poll_copies()  # what has come just now may have been copied already
+        while self._notices:
+            self._client.notify(self._notices[0])
+            self._notices.popleft()
+
+    def _poll_copies(self) -> None:
         self._ends.extend(self._copies.poll())
         while self._ends:
             self._copy_ended(self._ends[0])
             self._ends.popleft()
-        self._take_all()  # what an earlier fault left here belongs to the arena of that time
-        self._completions.extend(self._client.poll())
-        self._take_all()
-        while self._notices:
-            self._client.notify(self._notices[0])
-            self._notices.popleft()
 
     def _take_all(self) -> None:
         while self._completions:

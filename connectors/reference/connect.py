@@ -17,7 +17,7 @@ from ebbtide.connectors.offload.worker import LOAD_TIMEOUT_S, OffloadWorker
 from ebbtide.connectors.reference.device_pool import GROUP, ReferencePool
 from ebbtide.errors import EbbtideError, TierUnavailableError
 from ebbtide.kernels.layout import PagedLayout
-from ebbtide.tiers.device import DeviceCopies
+from ebbtide.tiers.device import device_copies
 from ebbtide.tiers.namespace import Descriptor
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def _attach(
         groups=KVGroups.single(engine.kv.block_size, layout.record_bytes),
         bounds=bounds,
     )
-    worker = OffloadWorker(data, DeviceCopies({GROUP: layout}), load_timeout_s=load_timeout_s)
+    worker = OffloadWorker(data, device_copies({GROUP: layout}), load_timeout_s=load_timeout_s)
     halves = Halves(scheduler, worker)
     try:
         _wait_until_ready(halves, control)

@@ -11,7 +11,7 @@ from ebbtide.connectors.vllm.cache_groups import replicas_of, taking_part
 from ebbtide.connectors.vllm.connection import Connection
 from ebbtide.connectors.vllm.layout import layouts_of
 from ebbtide.connectors.vllm.metadata import Handshake, Reports, Shard
-from ebbtide.tiers.device import DeviceCopies
+from ebbtide.tiers.device import device_copies
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -64,7 +64,7 @@ class WorkerSide:
         self._connection = Connection(self._settings, "worker", arena=True)
         self._half = OffloadWorker(
             self._connection.client,
-            DeviceCopies(layouts),
+            device_copies(layouts),
             rank=rank,
             writes=writes,
             load_timeout_s=self._settings.config.connector.load_timeout_s,

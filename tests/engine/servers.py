@@ -207,6 +207,14 @@ class Server:
         """Answer the prompts one after the other."""
         return [self.complete(each, **how) for each in prompts]
 
+    def until_stored(self, blocks: int) -> None:
+        """Wait until so many blocks have ebbed: the next request would push them off the device."""
+        eventually(
+            lambda: self._now().total("ebbtide_demoted_blocks_total") >= blocks,
+            ANSWER_S,
+            f"{blocks} blocks never ebb",
+        )
+
     def reset(self, *, external: bool = False) -> bool:
         """`POST /reset_prefix_cache`; `external`: of the tiers as well. Retried while copies run,
         as its documentation says.

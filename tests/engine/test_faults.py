@@ -155,7 +155,7 @@ def test_a_store_killed_during_a_load(
         found.engine.add("during", USERS[0])
         core = found.engine.llm.llm_engine
         deadline = time.monotonic() + PATIENCE_S
-        while not held.begun.is_set():
+        while not held.begun:
             assert time.monotonic() < deadline, "no load begins"
             core.step()
         found.store.kill()

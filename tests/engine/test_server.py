@@ -60,7 +60,10 @@ def server(lasting: Server) -> Server:
 
 def test_evicted_users_come_back_from_memory_and_disk(plain: Plain, server: Server) -> None:
     expected = tokens_of(plain(USERS))
-    first = server.one_by_one(USERS)
+    first = []
+    for number, user in enumerate(USERS, start=1):
+        first.append(server.complete(user))
+        server.until_stored(64 * number)
     again = server.one_by_one(USERS)
     counters = server.counters(requests=8)
     assert tokens_of(first) == expected

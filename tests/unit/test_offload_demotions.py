@@ -63,21 +63,41 @@ def test_a_block_is_pinned_from_the_question_to_the_order_to_copy() -> None:
 
 def test_an_unanswered_reserve_gives_its_pins_back_and_a_late_grant_its_slots() -> None:
     """A store that is stopped must not keep device blocks, nor get more work meanwhile."""
-    bench = Bench(bounds=SchedulerBounds(reserve_timeout_s=1.0))
+    bench = Bench(bounds=SchedulerBounds(pin_timeout_s=0.1, reserve_timeout_s=1.0))
     live(bench)
     refs = bench.fill(4)
     bench.step(refs)
     bench.finish(refs)
     assert bench.pinned == 4
-    bench.now += 1.01
+    bench.now += 0.11
     bench.step()
     assert bench.pinned == 0
+    assert bench.half.has_pending_work()  # only the pins are given up
+    bench.now += 0.9
+    bench.step()
     assert reserved(bench) == [4]
     assert not bench.half.has_pending_work()
     bench.grant(7, 4)
     bench.step()
     assert bench.client.open(wire.Abort) == [wire.Abort((7, 8, 9, 10))]
     assert reserved(bench) == [4]  # asked for again
+    assert bench.half.faults.count == 0
+
+
+def test_a_grant_after_the_pins_copies_what_is_still_there() -> None:
+    bench = Bench(blocks=9, bounds=SchedulerBounds(pin_timeout_s=0.1, reserve_timeout_s=1.0))
+    live(bench)
+    refs = bench.fill(4)
+    bench.step(refs)
+    bench.finish(refs)
+    bench.now += 0.11
+    bench.step()
+    bench.pool.allocate(5)  # four that were never used, and one of those
+    bench.grant(7, 4)
+    assert len(bench.step().stores) == 3
+    assert bench.half.tally.shed == 1
+    assert len(bench.client.open(wire.Abort)) == 1
+    assert not bench.half.pins_blocks()
     assert bench.half.faults.count == 0
 
 

@@ -303,7 +303,7 @@ def test_a_tiny_pool_gets_its_blocks_back_from_a_store_that_does_not_answer(
     from dataclasses import replace
 
     prompts = [tokens(16 * 9, seed=number) for number in range(4)]
-    bounds = replace(PATIENT, reserve_timeout_s=0.2, lookup_timeout_s=0.05)
+    bounds = replace(PATIENT, pin_timeout_s=0.2, reserve_timeout_s=0.2, lookup_timeout_s=0.05)
     with Rig(blocks=13, bounds=bounds, load_timeout_s=0.2) as rig:
         with monkeypatch.context() as patch:
             patch.setattr(rig.scheduler._client, "poll", list)

@@ -265,7 +265,13 @@ def test_an_exception_anywhere_is_a_miss_and_a_count(
 ) -> None:
     caplog.set_level(logging.CRITICAL, logger="ebbtide")
     right = reference.answers(PROMPTS)
-    bounds = replace(PATIENT, reserve_timeout_s=0.2, commit_timeout_s=0.2, lookup_timeout_s=0.05)
+    bounds = replace(
+        PATIENT,
+        pin_timeout_s=0.2,
+        reserve_timeout_s=0.2,
+        commit_timeout_s=0.2,
+        lookup_timeout_s=0.05,
+    )
     met = 0
     for first in (1,) if every else (0, 2, 7):
         with (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
+from random import Random
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,9 +14,10 @@ from tests.scripted import Bench
 from ebbtide.allocator import pack_key
 from ebbtide.connectors.reference.device_pool import ReferencePool
 from ebbtide.connectors.seam import LoadJob, StepMetadata
+from ebbtide.tiers.device import HostCopies, StreamCopies
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from ebbtide.tiers.device import CopyJob, DeviceCopies
 
@@ -31,20 +32,23 @@ def single() -> Iterator[None]:
 
 
 def slow_stores(
-    copies: DeviceCopies, monkeypatch: pytest.MonkeyPatch, before: Callable[[], object]
+    copies: DeviceCopies, monkeypatch: pytest.MonkeyPatch, go: threading.Event
 ) -> list[str]:
-    """Copies down begin with `before`. Returns a list that gets "copied" at each one's end."""
+    """Copies down begin with `go`, or when they must. Returns a list with "copied" at each end."""
     log: list[str] = []
     move = copies._move
 
     def slow(job: CopyJob) -> None:
-        if not job.to_device:
-            before()
+        if not job.to_device and not isinstance(copies, HostCopies):
+            go.wait()
         move(job)
         if not job.to_device:
             log.append("copied")
 
     monkeypatch.setattr(copies, "_move", slow)
+    if isinstance(copies, HostCopies):
+        slice_ = copies._slice
+        monkeypatch.setattr(copies, "_slice", lambda: slice_() if go.is_set() else None)
     return log
 
 
@@ -95,21 +99,24 @@ def test_a_step_that_cannot_be_planned_waits_for_every_copy(
     assert bench.half.faults.count == 1
 
 
-def handed_out_while_copying(rig: RankRig, monkeypatch: pytest.MonkeyPatch) -> tuple[bool, bool]:
+def handed_out_while_copying(
+    kind: type[DeviceCopies], rig: RankRig, monkeypatch: pytest.MonkeyPatch
+) -> tuple[bool, bool]:
     """Block 1 ebbs slowly and is written to meanwhile.
 
     Returns whether the record is what the block held, and whether the write came after the copy.
     """
     go = threading.Event()
     rig.scheduler.on_new_request("live", [], 1)
-    log = slow_stores(rig.workers[0]._copies, monkeypatch, go.wait)
+    log = slow_stores(rig.workers[0]._copies, monkeypatch, go)
     refs, (before,) = rig.fill(KEYS[:1], first_block=1)
     rig.step(refs)
     rig.step_until(lambda: rig.steps[-1].stores)
     assert rig.pool.pins == []
     rig.pool.hand_out(1)
     timer = threading.Timer(SLOW_S, go.set)
-    timer.start()
+    if kind is StreamCopies:  # the fence waits for the thread
+        timer.start()
     ended_before: list[bool] = []
 
     def forward() -> None:
@@ -117,7 +124,9 @@ def handed_out_while_copying(rig: RankRig, monkeypatch: pytest.MonkeyPatch) -> t
         rig.write(0, 1)
 
     rig.step(forward=forward)
-    timer.join()
+    if kind is StreamCopies:
+        timer.join()
+    go.set()
     rig.settle()
     assert rig.scheduler.tally.demoted == 1
     (worker,) = rig.workers
@@ -129,20 +138,24 @@ def handed_out_while_copying(rig: RankRig, monkeypatch: pytest.MonkeyPatch) -> t
     return rig.read(0, 2) == before, ended_before == [True]
 
 
+@pytest.mark.parametrize("kind", [HostCopies, StreamCopies])
 def test_a_block_is_not_written_to_before_its_copy_has_ended(
-    monkeypatch: pytest.MonkeyPatch,
+    kind: type[DeviceCopies], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with RankRig() as rig:
-        assert handed_out_while_copying(rig, monkeypatch) == (True, True)
+    with RankRig(copies=kind) as rig:
+        assert handed_out_while_copying(kind, rig, monkeypatch) == (True, True)
         assert [metadata.settle_stores for metadata in rig.steps].count(True) == 1
         assert rig.faults == 0
 
 
-def test_without_the_fence_its_bytes_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [HostCopies, StreamCopies])
+def test_without_the_fence_its_bytes_would_be_wrong(
+    kind: type[DeviceCopies], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If they were not, the test before this one would say nothing."""
-    with RankRig() as rig:
+    with RankRig(copies=kind) as rig:
         monkeypatch.setattr(rig.scheduler._demotions, "take_fence", lambda: False)
-        assert handed_out_while_copying(rig, monkeypatch) == (False, False)
+        assert handed_out_while_copying(kind, rig, monkeypatch) == (False, False)
 
 
 def test_an_engine_under_pressure_with_slow_copies_stores_no_wrong_byte(
@@ -152,12 +165,14 @@ def test_an_engine_under_pressure_with_slow_copies_stores_no_wrong_byte(
     right = Reference().answers(prompts)
     with Rig(blocks=26, memory_records=512, budget=64) as rig:
         copies = rig.worker._copies
-        slow_stores(copies, monkeypatch, lambda: time.sleep(0.02))
-        settle = copies.settle_stores
+        assert isinstance(copies, HostCopies)
+        slice_, settle = copies._slice, copies.settle_stores
+        draw = Random(17)
+        monkeypatch.setattr(copies, "_slice", lambda: slice_() if draw.random() < 0.1 else None)
         fences: list[int] = []
 
         def counted() -> None:
-            fences.append(copies._stores_left)
+            fences.append(len(copies._stores))
             settle()
 
         monkeypatch.setattr(copies, "settle_stores", counted)
