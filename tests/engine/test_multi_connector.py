@@ -61,6 +61,7 @@ def test_p25_blocks_that_another_connector_is_still_filling_are_not_stored(
         cold = engine.one_by_one(one)  # the other connector keeps the blocks
         assert engine.reset(connector=True)  # ours forgets them
         engine.ready()
+        assert engine.reset()  # nor does the device keep what a probe may have left unstored
         stored = engine.counters().total("ebbtide_demoted_blocks_total")
         filled = SlowRemote.filled
         engine.add("again", one[0], max_tokens=16)
