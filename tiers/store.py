@@ -369,8 +369,8 @@ class Store:
     def replace_disk(self, disk: DiskTier, known: Sequence[StoredNamespace]) -> None:
         """Put a tier over newly opened files in the place of one that was down and is quiet.
 
-        `known`: the namespaces in its index. What was reset or opened meanwhile is told to it; what
-        memory holds and it does not is written again. O(records in memory).
+        `known`: the namespaces in its index. What was reset or opened meanwhile is told to it. What
+        the old tier lost is dirty in memory again, and is written. O(namespaces).
         """
         assert self.mover is not None
         self.disk = disk
@@ -383,10 +383,6 @@ class Store:
                 disk.adopt_namespace(namespace)
             elif epoch != namespace.epoch:
                 disk.reset(epoch, namespace, lambda ok: None)
-        now = self.runtime.now()
-        for record in self.memory.space.residents():
-            if record.key not in disk.index(record.epoch):
-                self.memory.soil(record, now)
         self.mover.run()
         self.slots_freed()
 
