@@ -72,6 +72,7 @@ class Committer:
         self._timer: Timer | None = None
         self._hurried = False
         self._broken: str | None = None  # why; the exception itself would keep its frames alive
+        self.running_since: float | None = None
         self.commits = 0
 
     @property
@@ -102,6 +103,10 @@ class Committer:
     def put_namespace(self, namespace: StoredNamespace) -> None:
         self._batch.index.put_namespace(namespace)
         self._arm()
+
+    def break_off(self, reason: str) -> None:
+        """Commit nothing any more: whatever is gathered from now on fails at its time."""
+        self._broken = self._broken or reason
 
     def hurry(self) -> None:
         """Somebody waits for slots: commit as soon as the commit under way has ended."""
@@ -152,6 +157,7 @@ class Committer:
             return
         batch, self._batch = self._batch, _Batch()
         self._running, self._hurried = batch, False
+        self.running_since = self._runtime.now()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -169,7 +175,7 @@ class Committer:
     def _finished(self, outcomes: list[BaseException | None]) -> None:
         batch, error = self._running, outcomes[0]
         assert batch is not None
-        self._running = None
+        self._running = self.running_since = None
         if error is None:
             self.commits += 1
             self._on_committed(batch.freed)  # only now may the slots be written again

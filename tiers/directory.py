@@ -12,7 +12,7 @@ import uuid
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 
-from ebbtide.errors import ConfigError
+from ebbtide.errors import ConfigError, TierUnavailableError
 from ebbtide.tiers.segments import ALIGNMENT_BYTES, segment_bytes_for
 
 FORMAT = 1
@@ -79,22 +79,39 @@ class Geometry:
 class Directory:
     """A locked directory of the disk tier. Raises ConfigError when it cannot be ours."""
 
-    def __init__(self, path: str, capacity_bytes: int) -> None:
+    def __init__(self, path: str, capacity_bytes: int | None) -> None:
+        """`capacity_bytes` None: as it was, see `existing`."""
         self.path = path
         _prepare(path)
         if os.path.islink(self.index_path):
             raise ConfigError("The index is a link (links are refused)", path=self.index_path)
-        self._lock_fd = _lock(os.path.join(path, "LOCK"))
+        self._lock_fd, self._last_words = _lock(os.path.join(path, "LOCK"))
         with ExitStack() as on_failure:
             on_failure.callback(self.close)
             kept = self._read_format()
-            self.geometry = Geometry.plan(capacity_bytes, kept)
+            if capacity_bytes is None and kept is not None:
+                self.geometry = kept
+            elif capacity_bytes is None:
+                raise ConfigError("The directory's FORMAT cannot be read", path=path)
+            else:
+                self.geometry = Geometry.plan(capacity_bytes, kept)
             self.is_new = kept is None
             if kept is None:
                 self.forget_index()
             if kept != self.geometry:
                 self._write_format()
             on_failure.pop_all()
+
+    @classmethod
+    def existing(cls, path: str) -> Directory:
+        """One that a store has made, with the geometry that it has. Creates nothing."""
+        if not os.path.isfile(os.path.join(path, "FORMAT")):
+            raise ConfigError(
+                "This is no directory of a disk tier",
+                next_step="Name the [disk] path of a store.",
+                path=path,
+            )
+        return cls(path, None)
 
     @property
     def slab_path(self) -> str:
@@ -103,6 +120,22 @@ class Directory:
     @property
     def index_path(self) -> str:
         return os.path.join(self.path, "index")
+
+    @property
+    def index_is_untouched(self) -> bool:
+        """The last owner closed the index in order, and nobody has changed its file since."""
+        return self._last_words == self._index_mark()
+
+    def say_goodbye(self) -> None:
+        """The index is closed in order. The last word before `close`."""
+        _write_lock(self._lock_fd, self._index_mark())
+
+    def _index_mark(self) -> str:
+        try:
+            found = os.stat(os.path.join(self.index_path, "data.mdb"))
+        except OSError:
+            return "closed without an index\n"
+        return f"closed {found.st_size} {found.st_mtime_ns}\n"
 
     def forget_index(self) -> None:
         """Start empty. A damaged index is never repaired: this is a cache."""
@@ -115,6 +148,24 @@ class Directory:
         shutil.rmtree(self.index_path)
         os.rename(path, self.index_path)
         self._sync()
+
+    def check_unchanged(self) -> None:
+        """Raise TierUnavailableError when the path no longer leads to what was opened.
+
+        A file system that was unmounted leaves an empty directory behind, on another one.
+        """
+        try:
+            there, ours = os.stat(os.path.join(self.path, "LOCK")), os.fstat(self._lock_fd)
+            same = (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
+            same = same and self._read_format() == self.geometry
+        except OSError as error:
+            raise TierUnavailableError(
+                "The disk directory is not there", path=self.path, reason=error.strerror
+            ) from error
+        if not same:
+            raise TierUnavailableError(
+                "The disk directory is not the one that was opened", path=self.path
+            )
 
     def close(self) -> None:
         """Give the directory up. Idempotent."""
@@ -197,7 +248,8 @@ def _prepare(path: str) -> None:
     os.chmod(path, 0o700)
 
 
-def _lock(path: str) -> int:
+def _lock(path: str) -> tuple[int, str]:
+    """The lock, and what its last owner left in it."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         fd = os.open(path, flags, 0o600)
@@ -224,6 +276,11 @@ def _lock(path: str) -> int:
                     owner_pid=owner,
                 ) from None
             time.sleep(0.02)
+    last_words = os.pread(fd, 128, 0).decode("ascii", "replace")
+    _write_lock(fd, f"{os.getpid()}\n")
+    return fd, last_words
+
+
+def _write_lock(fd: int, text: str) -> None:
     os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode("ascii"), 0)
-    return fd
+    os.pwrite(fd, text.encode("ascii"), 0)

@@ -16,27 +16,28 @@ import logging
 from collections import deque
 from enum import IntEnum
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ebbtide.errors import MisuseError
 from ebbtide.tiers.commit import Committer
 from ebbtide.tiers.digest import record_digest, record_seed
-from ebbtide.tiers.index import CODEC_RAW, Entry, StoredNamespace
+from ebbtide.tiers.index import CODEC_RAW, Entry
 from ebbtide.tiers.reasons import Miss
+from ebbtide.tiers.runs import Run, merge
 from ebbtide.tiers.runtime import READ, WRITE
 from ebbtide.tiers.segments import Resident, SegmentSpace
-from ebbtide.tiers.slab import RUN_BYTES_MAX, RUN_RECORDS_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ebbtide.tiers.directory import Geometry
-    from ebbtide.tiers.index import DurableIndex
+    from ebbtide.tiers.index import DurableIndex, StoredNamespace
     from ebbtide.tiers.runtime import Runtime
     from ebbtide.tiers.slab import Slab
 
 _log = logging.getLogger("ebbtide.tiers.disk")
 
+QUARANTINE_SHARE = 16  # of the slab; a drive with more bad slots is out of service
 SPARE_SHARE = 16  # slots worth a sixteenth of the slab are evicted ahead, so that puts rarely wait
 
 
@@ -50,7 +51,7 @@ class DiskState(IntEnum):
 class DiskRecord(Resident):
     """One record in the slab."""
 
-    __slots__ = ("digest", "doomed", "epoch", "key", "pins", "sequence", "state")
+    __slots__ = ("digest", "doomed", "epoch", "key", "pins", "quarantined", "sequence", "state")
 
     def __init__(self, epoch: int, key: bytes, sequence: int, digest: bytes) -> None:
         self.epoch = epoch
@@ -59,9 +60,8 @@ class DiskRecord(Resident):
         self.digest = digest
         self.state = DiskState.WRITING
         self.pins = 0
-        self.doomed = (
-            False  # out of the index; the slot is freed after its last reader and a commit
-        )
+        self.doomed = False  # out of the index; the slot goes after its last reader and a commit
+        self.quarantined = False  # doomed, and the slot stays
 
 
 class Put(NamedTuple):
@@ -80,11 +80,6 @@ class Get(NamedTuple):
 
     record: DiskRecord
     view: memoryview
-
-
-class _Run(NamedTuple):
-    offset: int
-    views: list[memoryview]
 
 
 class DiskTier:
@@ -112,6 +107,7 @@ class DiskTier:
         self.sequence = 0
         self.down: str | None = None  # why the tier is out of service
         self.corrupt = 0
+        self.quarantined_bytes = 0  # slots that have shown wrong bytes: not used again
         self.evicted = 0
         self.lost_batches = 0
         self.write_bytes = 0
@@ -120,10 +116,12 @@ class DiskTier:
         self.on_lost: Callable[[int, bytes], None] = lambda epoch, key: None
         self.digests: dict[int, bytes] = {}  # namespace digest by epoch
         self._runtime = runtime
-        self._slab = slab
+        self.slab = slab
         self._index: dict[int, dict[bytes, DiskRecord]] = {}
         self._waiting: deque[Put] = deque()  # puts without a slot yet
         self._freeing = 0  # slots whose removal waits for a commit
+        self._started: dict[int, float] = {}  # reads and writes under way, since when
+        self._starts = 0
         self._committer = Committer(
             runtime,
             slab,
@@ -170,6 +168,19 @@ class DiskTier:
         self.digests.pop(old_epoch, None)
         self.adopt_namespace(namespace)
         self._committer.flush(lambda ok: done(ok and not self.down))
+
+    def adopt_record(self, entry: Entry) -> DiskRecord | None:
+        """A committed record, at opening: hidden until `space.expose`. None: its slot cannot be."""
+        record = DiskRecord(entry.epoch, bytes(entry.key), entry.sequence, entry.digest)
+        self.sequence = max(self.sequence, entry.sequence)
+        if not 0 < entry.length <= self.space.largest_bytes:
+            return None
+        if not self.space.place_at(record, entry.length, entry.offset):
+            return None
+        record.state = DiskState.WHOLE
+        self.index(entry.epoch)[record.key] = record
+        self.records += 1
+        return record
 
     # -- writing --------------------------------------------------------------------------------
 
@@ -243,10 +254,10 @@ class DiskTier:
     def _write(self, placed: list[tuple[Put, DiskRecord]]) -> None:
         if not placed:
             return
-        runs, members = _runs([(self.space.offset(record), put.view) for put, record in placed])
-        self._runtime.start(
+        runs, members = merge([(self.space.offset(record), put.view) for put, record in placed])
+        self._start(
             WRITE,
-            lambda run: self._slab.write(run.offset, run.views),
+            lambda run: self.slab.write(run.offset, run.views),
             runs,
             lambda outcomes: self._written(placed, members, outcomes),
         )
@@ -259,7 +270,7 @@ class DiskTier:
     ) -> None:
         for numbers, error in zip(members, outcomes, strict=True):
             if error is not None:
-                self._go_down(f"a write failed: {error}")
+                self.go_down(f"a write failed: {error}")
             for number in numbers:
                 put, record = placed[number]
                 put.done(self._settle_write(record, error))
@@ -292,13 +303,13 @@ class DiskTier:
         not verify is discarded and counted: it is a miss from now on.
         """
         seeds = [record_seed(self.digests[get.record.epoch], get.record.key) for get in gets]
-        runs, members = _runs([(self.space.offset(get.record), get.view) for get in gets])
+        runs, members = merge([(self.space.offset(get.record), get.view) for get in gets])
         jobs = list(zip(runs, members, strict=True))
         good = bytearray(len(gets))
 
-        def read(job: tuple[_Run, list[int]]) -> None:
+        def read(job: tuple[Run, list[int]]) -> None:
             run, numbers = job
-            self._slab.read(run.offset, run.views)
+            self.slab.read(run.offset, run.views)
             for number in numbers:
                 record, view = gets[number]
                 if record_digest(view[: record.length], seeds[number]) == record.digest:
@@ -313,23 +324,24 @@ class DiskTier:
             if self._waiting:  # what the read had pinned may go now
                 self._place_waiting()
 
-        self._runtime.start(READ, read, jobs, finished)
+        self._start(READ, read, jobs, finished)
 
     def _settle_read(
         self, record: DiskRecord, error: BaseException | None, good: int
     ) -> Miss | None:
+        corrupt = error is None and not good
+        if corrupt and not record.quarantined:
+            self._quarantine(record)
         self._unpin(record)
         if good:
             self.read_bytes += record.slot_class.stride
             return Miss.RESET if record.epoch not in self.digests else None
-        if error is not None:
-            _log.warning("A read of the slab failed: %s", str(error))
-        else:
-            self.corrupt += 1
-            _log.warning("A record on disk does not verify; it is a miss from now on")
         if not record.doomed:
             self.discard(record)
-        return Miss.IO_ERROR if error is not None else Miss.CORRUPT
+        if corrupt:
+            return Miss.CORRUPT
+        _log.warning("A read of the slab failed: %s", str(error))
+        return Miss.IO_ERROR
 
     # -- leaving --------------------------------------------------------------------------------
 
@@ -342,7 +354,7 @@ class DiskTier:
         record.doomed = True
         self.space.hide(record)
         self._committer.remove(record.epoch, record.key)
-        if record.pins == 0:
+        if record.pins == 0 and not record.quarantined:
             self._free_after_commit(record)
 
     def pin(self, record: DiskRecord) -> None:
@@ -355,10 +367,19 @@ class DiskTier:
         record.pins -= 1
         if record.pins:
             return
-        if record.doomed:
-            self._free_after_commit(record)
-        else:
+        if not record.doomed:
             self.space.expose(record)
+        elif not record.quarantined:
+            self._free_after_commit(record)
+
+    def _quarantine(self, record: DiskRecord) -> None:
+        """Use the slot no more before the directory is opened again."""
+        self.corrupt += 1
+        _log.warning("A record on disk does not verify; it is a miss from now on")
+        record.quarantined = True
+        self.quarantined_bytes += record.slot_class.stride
+        if self.quarantined_bytes > self.space.capacity_bytes // QUARANTINE_SHARE:
+            self.go_down(f"{self.quarantined_bytes} bytes of the drive hold what nobody wrote")
 
     def _free_after_commit(self, record: DiskRecord) -> None:
         self._freeing += record.slot_class.stride
@@ -373,17 +394,57 @@ class DiskTier:
 
     def _commit_failed(self, error: BaseException, added: list[tuple[int, bytes]]) -> None:
         self.lost_batches += bool(added)
-        self._go_down(f"a commit failed: {error}")
+        self.go_down(f"a commit failed: {error}")
         for epoch, key in added:
             self.on_lost(epoch, key)
 
-    def _go_down(self, reason: str) -> None:
+    # -- health ---------------------------------------------------------------------------------
+
+    def go_down(self, reason: str) -> None:
+        """Out of service, for good: only another tier over newly opened files serves again.
+
+        What was committed stays on the drive; what was not is lost, and said to be.
+        """
         if self.down is None:
             self.down = reason
             _log.error("The disk tier is down, the rest works on: %s", reason)
+        self._committer.break_off(reason)
         waiting, self._waiting = self._waiting, deque()
         for put in waiting:
             put.done(Miss.IO_ERROR)
+
+    def waiting_since(self) -> float | None:
+        """Since when (runtime seconds) the drive owes the oldest answer; None: it owes nothing."""
+        oldest = next(iter(self._started.values()), None)
+        commit = self._committer.running_since
+        return min((since for since in (oldest, commit) if since is not None), default=None)
+
+    @property
+    def quiet(self) -> bool:
+        """No thread touches the files, and none will."""
+        return not self._started and self.idle
+
+    def abandon(self) -> None:
+        """Close the files of a tier that is down and `quiet`. Idempotent."""
+        self.close(clean=False)
+
+    def _start(
+        self,
+        pool: str,
+        work: Callable[[Any], None],
+        items: Sequence[Any],
+        done: Callable[[list[BaseException | None]], None],
+    ) -> None:
+        """As the runtime's, and known to be under way."""
+        self._starts += 1
+        number = self._starts
+        self._started[number] = self._runtime.now()
+
+        def ended(outcomes: list[BaseException | None]) -> None:
+            del self._started[number]
+            done(outcomes)
+
+        self._runtime.start(pool, work, items, ended)
 
     # -- closing --------------------------------------------------------------------------------
 
@@ -404,7 +465,7 @@ class DiskTier:
     def close(self, clean: bool) -> None:
         """Close the files. Only when `idle`, or when what is under way is to be lost."""
         self._committer.close(clean and not self.down)
-        self._slab.close()
+        self.slab.close()
 
     def check_integrity(self) -> None:
         """Raise MisuseError when slots and index contradict each other. O(slots)."""
@@ -414,48 +475,6 @@ class DiskTier:
         being_reset = {name: r for name, r in live.items() if r.epoch not in self.digests}
         if live != {**held, **being_reset} or self.records != len(live):
             raise MisuseError("The disk index and the slots disagree", records=self.records)
-
-    # -- opening --------------------------------------------------------------------------------
-
-    def restore(self, namespaces: list[StoredNamespace], index: DurableIndex) -> int:
-        """Fill the serving index from the durable one. Returns how many entries were dropped."""
-        self.digests = {namespace.epoch: namespace.digest for namespace in namespaces}
-        dropped: list[bytes] = []
-        entries: list[tuple[bytes, Entry]] = []
-        for name, entry in index.entries():
-            if entry is None or entry.epoch not in self.digests or entry.codec != CODEC_RAW:
-                dropped.append(bytes(name))
-            else:
-                entries.append((bytes(name), entry))
-        rank = {sequence: place for place, sequence in enumerate(index.recency(), start=1)}
-        # Coldest first; records stored after the order was saved are the most recent.
-        later = len(rank) + 1
-        entries.sort(key=lambda pair: (rank.get(pair[1].sequence, later), pair[1].sequence))
-        claims = sorted(entries, key=lambda pair: -pair[1].sequence)
-        placed = {name: self._restore_one(entry) for name, entry in claims}
-        self.space.finish_placing()
-        for name, _ in entries:
-            record = placed[name]
-            if record is None:
-                dropped.append(name)
-            else:
-                self.space.expose(record)
-        if dropped:
-            index.remove(dropped)
-        return len(dropped)
-
-    def _restore_one(self, entry: Entry) -> DiskRecord | None:
-        """The higher sequence keeps a slot that two entries claim."""
-        record = DiskRecord(entry.epoch, bytes(entry.key), entry.sequence, entry.digest)
-        self.sequence = max(self.sequence, entry.sequence)
-        if not 0 < entry.length <= self.space.largest_bytes:
-            return None
-        if not self.space.place_at(record, entry.length, entry.offset):
-            return None
-        record.state = DiskState.WHOLE
-        self.index(entry.epoch)[record.key] = record
-        self.records += 1
-        return record
 
 
 def _entry(record: DiskRecord, offset: int) -> Entry:
@@ -468,26 +487,3 @@ def _entry(record: DiskRecord, offset: int) -> Entry:
         record.sequence,
         record.digest,
     )
-
-
-def _runs(slots: list[tuple[int, memoryview]]) -> tuple[list[_Run], list[list[int]]]:
-    """Merge neighbouring slots into vectored calls; also which input each run consists of."""
-    order = sorted(range(len(slots)), key=lambda number: slots[number][0])
-    runs: list[_Run] = []
-    members: list[list[int]] = []
-    end = size = -1
-    for number in order:
-        offset, view = slots[number]
-        joins = (
-            offset == end
-            and size + len(view) <= RUN_BYTES_MAX
-            and len(members[-1]) < RUN_RECORDS_MAX
-        )
-        if not joins:
-            runs.append(_Run(offset, []))
-            members.append([])
-            size = 0
-        runs[-1].views.append(view)
-        members[-1].append(number)
-        end, size = offset + len(view), size + len(view)
-    return runs, members

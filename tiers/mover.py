@@ -74,6 +74,11 @@ class Mover:
         """No write is under way."""
         return not self._moving
 
+    def replace_disk(self, disk: DiskTier) -> None:
+        """From now on write to another tier. Only when no write is under way."""
+        assert self.idle
+        self._disk = disk
+
     def press(self) -> None:
         """A slot is wanted and the coldest records are not on disk yet: write those now."""
         self._pressed = True

@@ -60,6 +60,10 @@ class Namespaces:
         """Those that the directory knows and no engine of this store has opened."""
         return [stored for digest, stored in self._stored.items() if digest not in self._by_digest]
 
+    def stored(self) -> list[StoredNamespace]:
+        """All that the directory has to know, with their present epochs."""
+        return list(self._stored.values())
+
     def __iter__(self) -> Iterator[Namespace]:
         return iter(self._by_handle)
 

@@ -6,7 +6,6 @@ import logging
 import os
 import shutil
 from contextlib import ExitStack, closing
-from functools import partial
 from typing import TYPE_CHECKING
 
 import lmdb
@@ -15,7 +14,10 @@ from ebbtide.tiers.arena import Arena
 from ebbtide.tiers.bounds import Bounds
 from ebbtide.tiers.directory import Directory
 from ebbtide.tiers.disk import DiskTier
+from ebbtide.tiers.disk_health import DiskHealth, Reopened
 from ebbtide.tiers.index import DurableIndex, StoredNamespace
+from ebbtide.tiers.index_probe import index_is_sound
+from ebbtide.tiers.restore import probe, restore
 from ebbtide.tiers.slab import SlabFile
 from ebbtide.tiers.store import Store
 
@@ -45,52 +47,91 @@ class OpenDisk:
         commit_interval_s: float = 0.05,
         records_max: int | None = None,
         wrap_slab: Callable[[Slab], Slab] = lambda slab: slab,
+        probe_index: Callable[[str], bool] = index_is_sound,
     ) -> None:
         """Raises ConfigError when the directory cannot be used, OSError when the device fails.
 
-        `wrap_slab` puts a fault injector between the tier and the file, for tests.
+        `wrap_slab` puts a fault injector between the tier and the file, for tests; `probe_index`
+        tells whether an index can be opened that was not closed in order.
         """
         self.directory = Directory(path, capacity_bytes)
-        geometry = self.directory.geometry
+        self._runtime = runtime
+        self._wrap_slab = wrap_slab
+        self._commit_batch_bytes = commit_batch_bytes or min(
+            COMMIT_BATCH_BYTES_MAX, capacity_bytes // 64
+        )
+        self._commit_interval_s = commit_interval_s
+        self._records_max = records_max
         with ExitStack() as on_failure:
             on_failure.callback(self.directory.close)
-            slab = wrap_slab(SlabFile(self.directory.slab_path, geometry.slab_bytes))
-            on_failure.callback(slab.close)
-            build = partial(
-                DiskTier,
-                runtime,
-                slab,
-                geometry=geometry,
-                commit_batch_bytes=commit_batch_bytes
-                or min(COMMIT_BATCH_BYTES_MAX, capacity_bytes // 64),
-                commit_interval_s=commit_interval_s,
-                records_max=records_max,
-            )
+            self._probe_index(probe_index)
+            self._shrink_index(self.directory.geometry)
             try:
-                self._restore(build)
+                self._open()
             except lmdb.Error as error:
                 # A damaged index is never repaired: this is a cache.
                 _log.error("The index cannot be used (%s): the disk tier starts empty", error)
                 self.directory.forget_index()
-                self._restore(build)
+                self._open()
             on_failure.pop_all()
-        self.direct = slab.direct
         if self.dropped:
             _log.warning("%d index entries were unusable and were dropped", self.dropped)
 
-    def _restore(self, build: Callable[..., DiskTier]) -> None:
-        """Open the index and fill a tier from it."""
-        geometry = self.directory.geometry
-        self._shrink_index(geometry)
-        index = DurableIndex(self.directory.index_path, geometry.index_bytes)
+    def reopen(self) -> Reopened:
+        """Open everything but the lock anew, after the tier was abandoned. Blocks, in a thread.
+
+        Raises what stands in the way: nothing is started over here, because a drive that is not
+        well yet must not cost what it holds.
+        """
+        self.directory.check_unchanged()
+        self._open()
         with ExitStack() as on_failure:
+            on_failure.callback(self.tier.abandon)
+            probe(self.tier.space, self.tier.slab)
+            on_failure.pop_all()
+        return Reopened(self.tier, self.namespaces)
+
+    def _probe_index(self, is_sound: Callable[[str], bool]) -> None:
+        """Before this process maps it: see `index_probe`."""
+        path = self.directory.index_path
+        if not os.path.exists(os.path.join(path, "data.mdb")) or self.directory.index_is_untouched:
+            return
+        if not is_sound(path):
+            _log.error("The disk tier starts empty")
+            self.directory.forget_index()
+
+    def watch(self, store: Store) -> DiskHealth:
+        """Keep an eye on the tier, and bring it back to its store."""
+        return DiskHealth(
+            self._runtime,
+            self.tier,
+            self.reopen,
+            lambda reopened: store.replace_disk(reopened.tier, reopened.namespaces),
+        )
+
+    def _open(self) -> None:
+        """Open slab and index and fill a tier from them."""
+        geometry = self.directory.geometry
+        with ExitStack() as on_failure:
+            slab = self._wrap_slab(SlabFile(self.directory.slab_path, geometry.slab_bytes))
+            on_failure.callback(slab.close)
+            index = DurableIndex(self.directory.index_path, geometry.index_bytes)
             on_failure.callback(index.close)
-            self.tier = build(index=index)
+            tier = DiskTier(
+                self._runtime,
+                slab,
+                index,
+                geometry=geometry,
+                commit_batch_bytes=self._commit_batch_bytes,
+                commit_interval_s=self._commit_interval_s,
+                records_max=self._records_max,
+            )
             self.was_clean = self.directory.is_new or index.was_clean()
             self.namespaces: list[StoredNamespace] = index.namespaces()
-            self.dropped = self.tier.restore(self.namespaces, index)
+            self.dropped = restore(tier, self.namespaces, index)
             index.mark_clean(False)
             on_failure.pop_all()
+        self.tier, self.direct = tier, slab.direct
 
     def _shrink_index(self, geometry: Geometry) -> None:
         """After a cut of the capacity: LMDB gives no file space back, so the index is rewritten."""
@@ -111,6 +152,8 @@ class OpenDisk:
 
     def close(self) -> None:
         """After `DiskTier.close`."""
+        if self.tier.down is None:
+            self.directory.say_goodbye()
         self.directory.close()
 
 
@@ -162,9 +205,14 @@ class OpenStore:
             bounds,
             stored_namespaces=self.open_disk.namespaces if self.open_disk else (),
         )
+        self.health: DiskHealth | None = None
+        if self.open_disk is not None:
+            self.health = self.open_disk.watch(self.store)
 
     def close(self, clean: bool) -> None:
         """Close everything, in order. `clean`: a drain said that all is durable."""
+        if self.health is not None:
+            self.health.close()
         self.store.close(clean)
         if self.open_disk is not None:
             self.open_disk.close()

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 READ, WRITE, VERIFY, COMMIT, POPULATE = "read", "write", "verify", "commit", "populate"
-POOL_THREADS = {READ: 4, WRITE: 4, VERIFY: 2, COMMIT: 1, POPULATE: 2}
+REOPEN = "reopen"
+POOL_THREADS = {READ: 4, WRITE: 4, VERIFY: 2, COMMIT: 1, POPULATE: 2, REOPEN: 1}
 
 
 class Timer:

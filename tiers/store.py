@@ -87,8 +87,7 @@ class Store:
                 on_progress=self.slots_freed,
                 on_refused=self._not_admitted,
             )
-            disk.on_evict = self._disk_evicted
-            disk.on_lost = self._disk_lost
+            self._listen(disk)
             self._save_later()
 
     # -- namespaces -----------------------------------------------------------------------------
@@ -307,6 +306,7 @@ class Store:
                 "write_bytes": disk.write_bytes,
                 "read_bytes": disk.read_bytes,
                 "corrupt": disk.corrupt,
+                "quarantined_bytes": disk.quarantined_bytes,
                 "evicted": disk.evicted,
                 "lost_batches": disk.lost_batches,
                 "down": disk.down or "",
@@ -365,6 +365,26 @@ class Store:
         if self.disk is not None:
             self.disk.close(clean)
         self.arena.close()
+
+    def replace_disk(self, disk: DiskTier, known: Sequence[StoredNamespace]) -> None:
+        """Put a tier over newly opened files in the place of one that was down and is quiet.
+
+        `known`: the namespaces in its index. What was reset or opened meanwhile is told to it. What
+        the old tier lost is dirty in memory again, and is written. O(namespaces).
+        """
+        assert self.mover is not None
+        self.disk = disk
+        self._listen(disk)
+        self.mover.replace_disk(disk)
+        epochs = {namespace.digest: namespace.epoch for namespace in known}
+        for namespace in self.namespaces.stored():
+            epoch = epochs.get(namespace.digest)
+            if epoch is None:
+                disk.adopt_namespace(namespace)
+            elif epoch != namespace.epoch:
+                disk.reset(epoch, namespace, lambda ok: None)
+        self.mover.run()
+        self.slots_freed()
 
     # -- for loads and reservations -------------------------------------------------------------
 
@@ -496,6 +516,10 @@ class Store:
             settled(True)
         else:
             self.disk.reset(old_epoch, stored, settled)
+
+    def _listen(self, disk: DiskTier) -> None:
+        disk.on_evict = self._disk_evicted
+        disk.on_lost = self._disk_lost
 
     def _disk_evicted(self, epoch: int, key: bytes) -> None:
         if self.memory.find(epoch, key) is None:

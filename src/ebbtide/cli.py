@@ -54,6 +54,7 @@ VERBS = {
     "serve": Verb("ebbtide.connectors.serve", "run a store that several engines share"),
     "config": Verb("ebbtide.config_cli", "check, show or write a configuration"),
     "doctor": Verb("ebbtide.doctor", "look for what would keep a set-up from working"),
+    "fsck": Verb("ebbtide.fsck", "check what lies in a disk directory"),
     "bench": Verb("ebbtide.bench.cli", "measure tiers and offloading"),
     "replay": Verb("ebbtide.bench.replay", "run a recorded trace through the policies"),
 }

@@ -39,6 +39,7 @@ class Model:
             disk_path=directory if self.plan.slab_bytes else None,
             slab_bytes=self.plan.slab_bytes,
             bounds=self.plan.bounds,
+            reopens=True,
         )
         self.engines = [Engine(name) for name in ENGINES]
         self.served = 0

@@ -255,7 +255,7 @@ class World(Model):
         self._reopened()
 
     def pass_time(self) -> None:
-        self.sim.runtime.pass_time(self.random.choice([0.01, 0.1, 2.0]))
+        self.sim.runtime.pass_time(self.random.choice([0.01, 0.1, 2.0, 20.0]))
 
     def finish(self) -> None:
         """Faults end, holders let go, time passes: then nothing may be left over."""

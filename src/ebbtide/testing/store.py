@@ -20,6 +20,7 @@ from ebbtide.tiers.store import Store
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ebbtide.tiers.disk_health import DiskHealth
     from ebbtide.tiers.mover import Admission
     from ebbtide.tiers.namespace import Namespace
     from ebbtide.tiers.reasons import Miss
@@ -72,7 +73,10 @@ class SimStore:
         admission: Admission | None = None,
         commit_batch_bytes: int | None = None,
         bounds: Bounds | None = None,
+        reopens: bool = False,
     ) -> None:
+        """`reopens`: a tier that is down comes back by itself, and a drive that hangs goes down."""
+        self.reopens = reopens
         self.random = Random(seed)
         self.memory_bytes = memory_bytes
         self.disk_path = disk_path
@@ -134,11 +138,15 @@ class SimStore:
 
     def close(self, *, clean: bool = False) -> None:
         """Close files and arena. What is under way is lost, with all that it kept alive."""
+        if self.health is not None:
+            health = self.health
+            health.close()
+            self.runtime.run_until(lambda: not health.busy)
         self.runtime.close()
         self.store.close(clean)
         if self.open_disk is not None:
             self.open_disk.close()
-        del self.store, self.open_disk
+        del self.store, self.open_disk, self.health
 
     # -- the verbs, run to their end ------------------------------------------------------------
 
@@ -210,6 +218,7 @@ class SimStore:
     def _open(self) -> None:
         self.runtime = SimRuntime(self.random.getrandbits(32))
         self.slab: FaultSlab | None = None
+        self.health: DiskHealth | None
         self.open_disk: OpenDisk | None = None
         if self.disk_path is not None:
             self.open_disk = OpenDisk(
@@ -219,6 +228,7 @@ class SimStore:
                 commit_batch_bytes=self.commit_batch_bytes,
                 records_max=self.records_max,
                 wrap_slab=self._on_device,
+                probe_index=lambda path: True,  # a child at every power cut would take too long
             )
         self.store = Store(
             self.runtime,
@@ -228,6 +238,9 @@ class SimStore:
             stored_namespaces=self.open_disk.namespaces if self.open_disk else (),
             admission=self.admission,
         )
+        self.health = None
+        if self.reopens and self.open_disk is not None:
+            self.health = self.open_disk.watch(self.store)
 
     def _on_device(self, file: Slab) -> Slab:
         file.close()

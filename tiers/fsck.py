@@ -1,0 +1,184 @@
+"""`ebbtide fsck`: a directory's index against its payload, record by record, while no store runs.
+
+Reads everything once and changes nothing, unless it is asked to repair: then entries that are not
+right are taken out of the index. They would have been misses.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import lmdb
+
+from ebbtide.errors import ConfigError, CorruptRecordError
+from ebbtide.tiers.digest import record_digest, record_seed
+from ebbtide.tiers.directory import Directory
+from ebbtide.tiers.index import CODEC_RAW, DurableIndex
+from ebbtide.tiers.index_probe import index_is_sound
+from ebbtide.tiers.segments import Resident, SegmentSpace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ebbtide.tiers.directory import Geometry
+    from ebbtide.tiers.index import Entry
+
+BATCH = 64  # records read between two reports of progress
+
+
+@dataclass
+class Report:
+    """What was found. `bad` counts entries that were not right, by what was wrong with them."""
+
+    records: int = 0  # entries in the index
+    payload_bytes: int = 0
+    namespaces: int = 0
+    sound: int = 0
+    bad: dict[str, int] = field(default_factory=dict)
+    garbage: int = 0  # entries of namespaces that were reset: never served, not wrong
+    slab_bytes: int = 0
+    slab_missing_bytes: int = 0  # of the file, behind its end
+    unused_bytes: int = 0  # of the slab, named by no sound entry
+    stale_recency: int = 0  # places in the saved order of records that are gone
+    index_usable: bool = True
+    repaired: int = 0  # entries taken out
+
+    @property
+    def is_sound(self) -> bool:
+        """Nothing is corrupt."""
+        return self.index_usable and not self.bad and not self.slab_missing_bytes
+
+    def as_json(self) -> dict[str, Any]:
+        """All fields."""
+        return {**asdict(self), "sound_directory": self.is_sound}
+
+
+def check_directory(
+    path: str, *, repair: bool = False, progress: Callable[[int, int], None] = lambda done, of: None
+) -> Report:
+    """Check the directory. Blocks as long as reading it takes.
+
+    Raises ConfigError for what is no directory of ours, or is in use.
+    """
+    with ExitStack() as stack:
+        directory = stack.enter_context(closing(Directory.existing(path)))
+        report = Report(slab_bytes=directory.geometry.slab_bytes)
+        report.unused_bytes = report.slab_bytes
+        slab = stack.enter_context(closing(_PayloadFile(directory.slab_path)))
+        report.slab_missing_bytes = max(0, report.slab_bytes - slab.size_bytes)
+        if not index_is_sound(directory.index_path):
+            report.index_usable = False
+            if repair:
+                directory.forget_index()
+            return report
+        geometry = directory.geometry
+        try:
+            with closing(DurableIndex(directory.index_path, geometry.index_bytes)) as index:
+                bad = _check_entries(index, geometry, slab, report, progress)
+                if repair and bad:
+                    index.remove(bad)
+                    report.repaired = len(bad)
+        except lmdb.Error as error:
+            raise CorruptRecordError(
+                "The index cannot be read",
+                next_step="Run `ebbtide fsck --repair`: it starts the directory empty.",
+                path=path,
+                reason=str(error),
+            ) from error
+        directory.say_goodbye()
+    return report
+
+
+def _check_entries(
+    index: DurableIndex,
+    geometry: Geometry,
+    slab: _PayloadFile,
+    report: Report,
+    progress: Callable[[int, int], None],
+) -> list[bytes]:
+    """Names of the entries that are not right."""
+    digests = {one.epoch: one.digest for one in index.namespaces()}
+    report.namespaces = len(digests)
+    bad: list[bytes] = []
+
+    def is_bad(name: bytes, what: str) -> None:
+        bad.append(name)
+        report.bad[what] = report.bad.get(what, 0) + 1
+
+    entries: list[tuple[bytes, Entry]] = []
+    for name, entry in index.entries():
+        report.records += 1
+        if entry is None:
+            is_bad(bytes(name), "malformed")
+        elif entry.codec != CODEC_RAW:
+            is_bad(bytes(name), "unknown_codec")
+        elif entry.epoch not in digests:
+            report.garbage += 1
+            bad.append(bytes(name))
+        else:
+            entries.append((bytes(name), entry))
+    placed = _place(entries, geometry, is_bad)
+    placed.sort(key=lambda pair: pair[1].offset)
+    for number, (name, entry) in enumerate(placed):
+        if number % BATCH == 0:
+            progress(number, len(placed))
+        what = slab.judge(entry, digests[entry.epoch])
+        if what:
+            is_bad(name, what)
+        else:
+            report.sound += 1
+            report.payload_bytes += entry.length
+            report.unused_bytes -= -(-entry.length // geometry.alignment) * geometry.alignment
+    known = {entry.sequence for _, entry in placed}
+    report.stale_recency = sum(sequence not in known for sequence in index.recency())
+    return bad
+
+
+def _place(
+    entries: Sequence[tuple[bytes, Entry]],
+    geometry: Geometry,
+    is_bad: Callable[[bytes, str], None],
+) -> list[tuple[bytes, Entry]]:
+    """Those whose slots can all exist side by side; of two on one slot the higher sequence."""
+    space: SegmentSpace[Resident] = SegmentSpace(
+        geometry.slab_bytes, alignment=geometry.alignment, segment_bytes=geometry.segment_bytes
+    )
+    placed = []
+    for name, entry in sorted(entries, key=lambda pair: -pair[1].sequence):
+        fits = 0 < entry.length <= space.largest_bytes
+        if fits and space.place_at(Resident(), entry.length, entry.offset):
+            placed.append((name, entry))
+        else:
+            is_bad(name, "misplaced")
+    return placed
+
+
+class _PayloadFile:
+    """The slab, read only and dropped from the page cache behind the reading."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise ConfigError(
+                "The payload file cannot be opened", path=path, reason=error.strerror
+            ) from error
+        self.size_bytes = os.fstat(self._fd).st_size
+
+    def judge(self, entry: Entry, namespace_digest: bytes) -> str:
+        """What is wrong with a record, or nothing."""
+        try:
+            payload = os.pread(self._fd, entry.length, entry.offset)
+        except OSError:
+            return "unreadable"
+        os.posix_fadvise(self._fd, entry.offset, entry.length, os.POSIX_FADV_DONTNEED)
+        if len(payload) < entry.length:
+            return "truncated"
+        seed = record_seed(namespace_digest, entry.key)
+        return "" if record_digest(payload, seed) == entry.digest else "corrupt"
+
+    def close(self) -> None:
+        os.close(self._fd)
