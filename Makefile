@@ -19,7 +19,7 @@ help:
 	@echo 'make test-engine  run the tests inside a real vLLM on the CPU; makes .venv-vllm (3 GB) first'
 	@echo 'make check  lint, format, types, import rules'
 	@echo 'make bench  measure offloading'
-	@echo 'make torture  the long forms: 50 kills of a store, a worker stopped for 10 s, 500 simulated worlds, 10 killed vLLMs'
+	@echo 'make torture  the long forms: hundreds of kills, power cuts and simulated worlds, 10 killed vLLMs'
 
 dev: $(STAMP)
 
@@ -72,5 +72,7 @@ bench: $(STAMP)
 torture: $(STAMP) $(VLLM_STAMP)
 	EBBTIDE_TEST_KILLS=50 $(BIN)/pytest -s tests/live/test_engine_store_lost.py
 	EBBTIDE_TEST_STOPPED_S=10 EBBTIDE_TEST_RESTARTS=20 $(BIN)/pytest tests/live/test_process_engines.py tests/live/test_process_start.py
-	EBBTIDE_TEST_SIM_SEEDS=500 $(BIN)/pytest tests/sim
+	EBBTIDE_TEST_SIM_SEEDS=500 EBBTIDE_TEST_SIM_STEPS=2000 $(BIN)/pytest tests/sim
+	EBBTIDE_TEST_DISK_KILLS=500 EBBTIDE_TEST_POWER_STATES=500 EBBTIDE_TEST_BOUND_MIB=1024 \
+	  $(BIN)/pytest -s --timeout=3600 tests/live/test_disk_killed.py tests/power tests/live/test_disk_bound.py
 	EBBTIDE_TEST_ENGINE_KILLS=10 $(ENGINE_TESTS) -m long

@@ -9,7 +9,7 @@ import shutil
 import stat
 import time
 import uuid
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 
 from ebbtide.errors import ConfigError, TierUnavailableError
@@ -23,6 +23,10 @@ INDEX_SHARE = 16  # one sixteenth of the capacity belongs to the index
 # times: committed, being written, and freed by the last commit, which LMDB reuses one later.
 # Measured under churn: at most 615.
 INDEX_BYTES_PER_RECORD = 800
+OURS = {"FORMAT", "LOCK", "slab", "index"}
+LEFTOVERS = {"FORMAT.new", "index.new"}  # of an opening that crashed
+TOLERATED = {"lost+found"}  # of a file system's root
+NAMES_SHOWN = 3
 LOCK_PATIENCE_S = 5.0  # a killed owner's last I/O holds the lock until it has ended
 
 
@@ -100,6 +104,8 @@ class Directory:
                 self.forget_index()
             if kept != self.geometry:
                 self._write_format()
+            with suppress(FileNotFoundError):
+                os.unlink(os.path.join(path, "FORMAT.new"))
             on_failure.pop_all()
 
     @classmethod
@@ -244,6 +250,15 @@ def _prepare(path: str) -> None:
             next_step=f"Run: chmod 700 {path}",
             path=path,
             mode=oct(found.st_mode & 0o777),
+        )
+    foreign = sorted(set(os.listdir(path)) - OURS - LEFTOVERS - TOLERATED)
+    if foreign:
+        raise ConfigError(
+            "The disk directory holds what is not ebbtide's, and the capacity is for all in it",
+            next_step="Give ebbtide a directory of its own.",
+            path=path,
+            found=", ".join(foreign[:NAMES_SHOWN]),
+            entries=len(foreign),
         )
     os.chmod(path, 0o700)
 

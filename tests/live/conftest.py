@@ -93,10 +93,17 @@ class House:
         return found
 
     def start(
-        self, *, disk: bool = False, private: bool = False, memory: str = "16MiB", **more: Any
+        self,
+        *,
+        disk: bool | dict[str, Any] = False,
+        private: bool = False,
+        memory: str = "16MiB",
+        **more: Any,
     ) -> subprocess.Popen[bytes]:
-        """Start a store."""
-        settings = {**self.settings(disk=disk, memory=memory), **more}
+        """Start a store. `disk`: the usual one, or one of these settings."""
+        settings = {**self.settings(disk=bool(disk), memory=memory), **more}
+        if isinstance(disk, dict):
+            settings["disk"] = disk
         return self.adopt(start_store(settings, private=private, log_path=str(self.log)))
 
     def adopt(self, store: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:

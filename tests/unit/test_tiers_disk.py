@@ -285,6 +285,33 @@ def test_a_restart_keeps_records_and_the_order_of_eviction(tmp_path: Path) -> No
         assert len(held(sim)) < 140 + slots // 4
 
 
+def test_the_touched_half_of_a_full_disk_outlives_a_restart(tmp_path: Path) -> None:
+    """Filled, half of it touched in reverse, restarted, and a quarter put anew."""
+    slots = 400
+    with SimStore(
+        9,
+        64 * PAGE,
+        disk_path=str(tmp_path / "d"),
+        slab_bytes=slots * PAGE,
+        bounds=Bounds.for_capacity(64 * PAGE, write_after_s=0.0),
+    ) as sim:
+        for n in range(slots):
+            sim.put(sim.namespace(), [key_of(n)], LENGTH)
+        assert sim.drain()
+        there = sorted(held(sim))  # a sixteenth is evicted ahead
+        touched = there[::2]
+        for key in reversed(touched):
+            sim.store.touch(sim.namespace(), [key])
+        assert sim.restart()
+        assert held(sim) == set(there)
+        for n in range(slots, slots + slots // 4):
+            sim.put(sim.namespace(), [key_of(n)], LENGTH)
+        assert sim.drain()
+        alive = held(sim)
+        assert len(alive & set(touched)) >= 0.95 * len(touched)
+        assert len(alive & set(there[1::2])) < 0.75 * len(there[1::2])  # it is them that went
+
+
 def test_a_power_cut_keeps_what_was_committed_and_nothing_torn(sim: SimStore) -> None:
     space = sim.namespace()
     for n in range(60):

@@ -11,18 +11,12 @@ from typing import TYPE_CHECKING
 
 import lmdb
 import pytest
+from tests.disk_rig import DiskRig
 
 from ebbtide.errors import ConfigError
-from ebbtide.testing.conformance import key_of
-from ebbtide.testing.payload import keyed_bytes
-from ebbtide.testing.store import descriptor
 from ebbtide.tiers.directory import Directory
-from ebbtide.tiers.disk import Put
 from ebbtide.tiers.fsck import check_directory
-from ebbtide.tiers.index import RECORD, StoredNamespace
-from ebbtide.tiers.namespace import namespace_digest
-from ebbtide.tiers.opening import OpenDisk
-from ebbtide.tiers.runtime import ThreadRuntime
+from ebbtide.tiers.index import RECORD
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,57 +26,15 @@ PAGE = 4096
 MIB = 1 << 20
 LENGTH = 3 * PAGE - 77
 RECORDS = 40
-PAIRS = descriptor().pairs()
-NAMESPACE = StoredNamespace(namespace_digest(PAIRS), 1, PAIRS)
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     """A directory with real files and `RECORDS` records, closed in order."""
-    fill(tmp_path / "disk", RECORDS)
+    with DiskRig(tmp_path / "disk", 16 * MIB, LENGTH) as rig:
+        assert rig.put(range(RECORDS)) == [None] * RECORDS
+        assert rig.flush()
     return tmp_path / "disk"
-
-
-def fill(path: Path, records: int, epoch: int = 1) -> None:
-    runtime = ThreadRuntime()
-    disk = OpenDisk(runtime, str(path), 16 * MIB)
-    disk.tier.adopt_namespace(NAMESPACE._replace(epoch=epoch))
-    import mmap
-
-    from ebbtide.tiers.digest import record_digest, record_seed
-
-    stride = -(-LENGTH // PAGE) * PAGE
-    with mmap.mmap(-1, records * stride) as pages, memoryview(pages) as view:
-        left = records
-
-        def done(failure: object) -> None:
-            nonlocal left
-            assert failure is None
-            left -= 1
-
-        puts = []
-        slots = [view[n * stride : (n + 1) * stride] for n in range(records)]
-        for number, slot in enumerate(slots):
-            key = key_of(number)
-            slot[:LENGTH] = keyed_bytes(key, LENGTH)
-            digest = record_digest(slot[:LENGTH], record_seed(NAMESPACE.digest, key))
-            puts.append(Put(epoch, key, LENGTH, digest, slot, done))
-        disk.tier.put(puts)
-        flushed: list[bool] = []
-        while left:
-            runtime.wait(0.01)
-            runtime.run_ready()
-        disk.tier.flush(flushed.append)
-        while not flushed:
-            runtime.wait(0.01)
-            runtime.run_ready()
-        assert flushed == [True]
-        for slot in slots:
-            slot.release()
-        puts.clear()
-    runtime.close()
-    disk.tier.close(clean=True)
-    disk.close()
 
 
 class Entries:

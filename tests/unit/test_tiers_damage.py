@@ -1,0 +1,273 @@
+"""A thousand damages to what lies on disk: each one a counted miss, never a wrong byte, and never
+the miss of a record that was left alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from random import Random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ebbtide.testing import SimStore
+from ebbtide.tiers.bounds import Bounds
+from ebbtide.tiers.index import RECORD, DurableIndex
+from ebbtide.tiers.reasons import Miss
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+PAGE = 4096
+LENGTH = PAGE - 100
+SLOTS = 2048
+HASHES = 40
+GROUPS = 2
+SPACES = ("seed:0", "seed:1")
+ROUNDS = 12
+DAMAGED = 12  # records, in a round
+DAMAGES_WANTED = 1000  # over all kinds
+MIB = 1 << 20
+
+Name = tuple[str, bytes]  # of a record: namespace and key
+
+
+def keys() -> list[bytes]:
+    """The same hashes in both groups."""
+    return [
+        number.to_bytes(32, "big") + group.to_bytes(4, "big")
+        for number in range(HASHES)
+        for group in range(GROUPS)
+    ]
+
+
+def names() -> list[Name]:
+    return [(space, key) for space in SPACES for key in keys()]
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL, logger="ebbtide")
+
+
+@pytest.fixture
+def sim(tmp_path: Path) -> Iterator[SimStore]:
+    """Every key in two namespaces, all on disk, and the store closed in order."""
+    with SimStore(
+        11,
+        256 * PAGE,
+        disk_path=str(tmp_path / "d"),
+        slab_bytes=SLOTS * PAGE,
+        bounds=Bounds.for_capacity(256 * PAGE, write_after_s=0.0),
+    ) as store:
+        fill(store)
+        yield store
+
+
+def fill(sim: SimStore) -> None:
+    for space in SPACES:
+        sim.put(sim.namespace(space), keys(), LENGTH)
+    assert sim.drain()
+
+
+class Closed:
+    """The directory and the device of a closed store, to be damaged."""
+
+    def __init__(self, sim: SimStore, draw: Random) -> None:
+        self.draw = draw
+        self._device = sim.device
+        self.places = dict(self._find(sim))
+        self.index_path = f"{sim.disk_path}/index"
+
+    def _find(self, sim: SimStore) -> Iterator[tuple[Name, tuple[int, int]]]:
+        disk = sim.store.disk
+        assert disk is not None
+        for space in SPACES:
+            epoch = sim.namespace(space).epoch
+            for key, record in disk.index(epoch).items():
+                yield (space, key), (epoch, disk.space.offset(record))
+
+    def some(self, count: int) -> list[Name]:
+        return self.draw.sample(sorted(self.places), count)
+
+    def payload(self, name: Name) -> bytes:
+        offset = self.places[name][1]
+        return bytes(self._device.image[offset : offset + LENGTH])
+
+    def write(self, name: Name, payload: bytes, at: int = 0) -> None:
+        offset = self.places[name][1] + at
+        for part in (self._device.image, self._device._stable):
+            part[offset : offset + len(payload)] = payload
+
+    def swap(self, one: Name, two: Name) -> None:
+        first, second = self.payload(one), self.payload(two)
+        self.write(one, second)
+        self.write(two, first)
+
+    def cut(self, offset: int) -> None:
+        size = len(self._device.image)
+        self._device.resize(offset)
+        self._device.resize(size)
+
+    def entries(self, change: Callable[[dict[Name, list[int | bytes]]], None]) -> None:
+        """Change the fields of index entries."""
+        index = DurableIndex(self.index_path, MIB)
+        with index._env.begin(write=True, db=index._records) as txn:
+            fields = {
+                name: list(RECORD.unpack(txn.get(epoch.to_bytes(4, "big") + name[1]) or b""))
+                for name, (epoch, _) in self.places.items()
+            }
+            change(fields)
+            for name, (epoch, _) in self.places.items():
+                txn.put(epoch.to_bytes(4, "big") + name[1], RECORD.pack(*fields[name]))
+        index.close()
+
+
+def flip_bits(closed: Closed) -> set[Name]:
+    found = closed.some(DAMAGED)
+    for name in found:
+        at = closed.draw.randrange(LENGTH)
+        byte = closed.payload(name)[at] ^ (1 << closed.draw.randrange(8))
+        closed.write(name, bytes([byte]), at)
+    return set(found)
+
+
+def swap_slots(closed: Closed) -> set[Name]:
+    found = closed.some(DAMAGED)
+    for one, two in zip(found[::2], found[1::2], strict=True):
+        closed.swap(one, two)
+    return set(found)
+
+
+def swap_groups(closed: Closed) -> set[Name]:
+    """The same hash in the other KV group."""
+    found: set[Name] = set()
+    for space, key in closed.some(DAMAGED):
+        other = (space, key[:32] + (1 - int.from_bytes(key[32:], "big")).to_bytes(4, "big"))
+        if not found & {(space, key), other}:
+            closed.swap((space, key), other)
+            found |= {(space, key), other}
+    return found
+
+
+def swap_namespaces(closed: Closed) -> set[Name]:
+    """The same key of another model."""
+    found: set[Name] = set()
+    for _, key in closed.some(DAMAGED):
+        one, two = ((each, key) for each in SPACES)
+        if one not in found:
+            closed.swap(one, two)
+            found |= {one, two}
+    return found
+
+
+def exchange_entries(closed: Closed) -> set[Name]:
+    """Offset, length and digest of another key: an index that mixes two records up."""
+    found = closed.some(DAMAGED)
+
+    def change(fields: dict[Name, list[int | bytes]]) -> None:
+        for one, two in zip(found[::2], found[1::2], strict=True):
+            fields[one], fields[two] = fields[two], fields[one]
+
+    closed.entries(change)
+    return set(found)
+
+
+def point_elsewhere(closed: Closed) -> set[Name]:
+    """At slots that nobody has written, or no longer."""
+    found = closed.some(DAMAGED)
+    free = sorted(set(range(0, SLOTS * PAGE, PAGE)) - {at for _, at in closed.places.values()})
+
+    def change(fields: dict[Name, list[int | bytes]]) -> None:
+        for name, offset in zip(found, closed.draw.sample(free, DAMAGED), strict=True):
+            fields[name][4] = offset
+
+    closed.entries(change)
+    return set(found)
+
+
+def keep_old_payload(closed: Closed) -> set[Name]:
+    """A write that never reached the medium: the slot still has what was there before."""
+    found = closed.some(DAMAGED)
+    for name in found:
+        kept = closed.draw.randrange(1, LENGTH)
+        closed.write(name, bytes(LENGTH - kept), kept)
+    return set(found)
+
+
+def truncate(closed: Closed) -> set[Name]:
+    offsets = sorted(offset for _, offset in closed.places.values())
+    border = offsets[-DAMAGED] + closed.draw.randrange(LENGTH - 8)
+    closed.cut(border)
+    return {name for name, (_, offset) in closed.places.items() if offset + LENGTH > border}
+
+
+KINDS = [
+    flip_bits,
+    swap_slots,
+    swap_groups,
+    swap_namespaces,
+    exchange_entries,
+    point_elsewhere,
+    keep_old_payload,
+    truncate,
+]
+
+
+@pytest.mark.parametrize("damage", KINDS)
+def test_each_damage_is_a_counted_miss_and_costs_nothing_else(
+    sim: SimStore, damage: Callable[[Closed], set[Name]]
+) -> None:
+    made = 0
+    for round_number in range(ROUNDS):
+        closed = Closed(sim, Random(f"{damage.__name__} {round_number}"))
+        sim.close(clean=True)
+        damaged = damage(closed)
+        assert len(damaged) >= DAMAGED // 2
+        made += len(damaged)
+        sim._open()
+        disk = sim.store.disk
+        assert disk is not None
+        for space in SPACES:
+            namespace = sim.namespace(space)
+            for key in keys():
+                (found,) = sim.get(namespace, [key])
+                if (space, key) in damaged:
+                    assert found in (Miss.CORRUPT, Miss.NEVER_SEEN), found
+                else:
+                    assert found == sim.content(namespace, key, LENGTH)
+        assert disk.down is None
+        assert disk.corrupt + sim.open_disk.dropped == len(damaged)  # type: ignore[union-attr]
+        fill(sim)  # what was missed is stored again
+        sim.restart()
+    assert made >= DAMAGES_WANTED // len(KINDS)
+
+
+def test_the_index_of_another_directory_brings_no_wrong_byte(sim: SimStore, tmp_path: Path) -> None:
+    """The same keys, other namespaces behind the same epochs, other slots."""
+    with SimStore(
+        12,
+        256 * PAGE,
+        disk_path=str(tmp_path / "other"),
+        slab_bytes=SLOTS * PAGE,
+        bounds=Bounds.for_capacity(256 * PAGE, write_after_s=0.0),
+    ) as other:
+        for space in reversed(SPACES):
+            other.put(other.namespace(space), keys()[::-1], LENGTH)
+        assert other.drain()
+    sim.close(clean=True)
+    shutil.rmtree(f"{sim.disk_path}/index")
+    shutil.copytree(tmp_path / "other" / "index", f"{sim.disk_path}/index")
+    sim._open()
+    wrong = 0
+    for space in SPACES:
+        namespace = sim.namespace(space)
+        for key in keys():
+            (found,) = sim.get(namespace, [key])
+            if isinstance(found, bytes):
+                assert found == sim.content(namespace, key, LENGTH)
+            else:
+                wrong += 1
+    assert wrong > 0
