@@ -74,5 +74,5 @@ torture: $(STAMP) $(VLLM_STAMP)
 	EBBTIDE_TEST_STOPPED_S=10 EBBTIDE_TEST_RESTARTS=20 $(BIN)/pytest tests/live/test_process_engines.py tests/live/test_process_start.py
 	EBBTIDE_TEST_SIM_SEEDS=500 EBBTIDE_TEST_SIM_STEPS=2000 $(BIN)/pytest tests/sim
 	EBBTIDE_TEST_DISK_KILLS=500 EBBTIDE_TEST_POWER_STATES=500 EBBTIDE_TEST_BOUND_MIB=1024 \
-	  $(BIN)/pytest -s --timeout=3600 tests/live/test_disk_killed.py tests/power tests/live/test_disk_bound.py
+	  $(BIN)/pytest -s tests/live/test_disk_killed.py tests/power tests/live/test_disk_bound.py
 	EBBTIDE_TEST_ENGINE_KILLS=10 $(ENGINE_TESTS) -m long

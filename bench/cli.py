@@ -41,6 +41,11 @@ CASES = {
     "offload": BenchCase(
         "ebbtide.bench.offload", "an engine with tiers behind it against one that keeps all"
     ),
+    "disk": BenchCase(
+        "ebbtide.bench.disk_bench",
+        "the disk tier against the raw drive and other ways to keep records",
+        ("lmdb", "rocksdict", "diskcache"),
+    ),
     "vllm": BenchCase(
         "ebbtide.bench.vllm_bench",
         "a real vLLM with the connector against one without",

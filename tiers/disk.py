@@ -320,6 +320,7 @@ class DiskTier:
             for numbers, error in zip(members, outcomes, strict=True):
                 for number in numbers:
                     results[number] = self._settle_read(gets[number].record, error, good[number])
+            _report_failures(results, outcomes)
             done(results)
             if self._waiting:  # what the read had pinned may go now
                 self._place_waiting()
@@ -338,10 +339,7 @@ class DiskTier:
             return Miss.RESET if record.epoch not in self.digests else None
         if not record.doomed:
             self.discard(record)
-        if corrupt:
-            return Miss.CORRUPT
-        _log.warning("A read of the slab failed: %s", str(error))
-        return Miss.IO_ERROR
+        return Miss.CORRUPT if corrupt else Miss.IO_ERROR
 
     # -- leaving --------------------------------------------------------------------------------
 
@@ -375,7 +373,6 @@ class DiskTier:
     def _quarantine(self, record: DiskRecord) -> None:
         """Use the slot no more before the directory is opened again."""
         self.corrupt += 1
-        _log.warning("A record on disk does not verify; it is a miss from now on")
         record.quarantined = True
         self.quarantined_bytes += record.slot_class.stride
         if self.quarantined_bytes > self.space.capacity_bytes // QUARANTINE_SHARE:
@@ -475,6 +472,18 @@ class DiskTier:
         being_reset = {name: r for name, r in live.items() if r.epoch not in self.digests}
         if live != {**held, **being_reset} or self.records != len(live):
             raise MisuseError("The disk index and the slots disagree", records=self.records)
+
+
+def _report_failures(
+    results: Sequence[Miss | None], outcomes: Sequence[BaseException | None]
+) -> None:
+    """One line for a batch, however many of its records failed."""
+    if Miss.IO_ERROR in results:
+        reason = next((str(error) for error in outcomes if error is not None), "")
+        _log.warning("Reading %d records failed: %s", results.count(Miss.IO_ERROR), reason)
+    if Miss.CORRUPT in results:
+        count = results.count(Miss.CORRUPT)
+        _log.warning("%d records on disk do not verify; they are misses from now on", count)
 
 
 def _entry(record: DiskRecord, offset: int) -> Entry:

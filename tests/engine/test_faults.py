@@ -20,7 +20,7 @@ from tests.engine.copies import HeldLoads
 from tests.engine.counters import assert_counters_add_up
 from tests.engine.in_process import Engine
 from tests.engine.prompts import prompt, tokens_of
-from tests.engine.servers import SharedStore
+from tests.engine.servers import SharedStore, eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -117,6 +117,8 @@ def test_reads_that_fail_are_misses(shake: Shake) -> None:
         assert found.misses.get("io_error", 0) > 0, found.misses
         assert not found.restored
         found.ask(USERS[1:])  # what is written meanwhile can be read, and holes hold zeros
+        # So many zeros look like a broken drive: out of service for some seconds.
+        eventually(lambda: not found.store.stats()["disk"]["down"], PATIENCE_S, "it stays down")
         found.store.stop()
         found.store.start()
 

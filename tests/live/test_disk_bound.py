@@ -66,6 +66,7 @@ class Watch:
             self.looks += 1
 
 
+@pytest.mark.timeout(3600)  # of the long form
 @pytest.mark.parametrize("direct", [True, False])
 def test_p61_ten_times_its_capacity_never_takes_more_than_the_bound(
     direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

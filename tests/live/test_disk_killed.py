@@ -16,6 +16,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 import lmdb
+import pytest
 from tests.live.programs.engine import RECORD_BYTES, key_of, payload_of
 
 from ebbtide.connectors import protocol as wire
@@ -104,6 +105,7 @@ def wrong_and_held(place: Path) -> tuple[int, set[bytes]]:
     return wrong, held
 
 
+@pytest.mark.timeout(3600)  # kills take a second and a half each, and more in the long form
 def test_a_store_killed_at_any_moment_keeps_what_was_durable_and_names_no_wrong_byte(
     house: House,
 ) -> None:

@@ -177,6 +177,7 @@ def states(logger: Path, tmp_path: Path, count: int, planted: str = "") -> Count
     return found
 
 
+@pytest.mark.timeout(3600)  # of the long form
 def test_p57_a_power_cut_loses_nothing_durable_and_names_no_wrong_byte(
     logger: Path, tmp_path: Path
 ) -> None:

@@ -1,0 +1,127 @@
+"""ebbtide's disk tier as a design of `ebbtide bench disk`: the tier alone, no memory before it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from typing import TYPE_CHECKING
+
+from ebbtide.bench.disk_load import BATCH, IN_FLIGHT, Buffers, Guarantees, batches
+from ebbtide.errors import EbbtideError
+from ebbtide.tiers.digest import record_digest, record_seed
+from ebbtide.tiers.disk import Get, Put
+from ebbtide.tiers.index import StoredNamespace
+from ebbtide.tiers.opening import OpenDisk
+from ebbtide.tiers.runtime import ThreadRuntime
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ebbtide.tiers.reasons import Miss
+
+EPOCH = 1
+NAMESPACE = StoredNamespace(bytes(32), EPOCH, [["bench", "disk"]])
+WAIT_S = 0.05
+BATCHES_IN_FLIGHT = IN_FLIGHT // BATCH
+
+
+class Tier:
+    """Implements `Design`. Puts and gets are digested and verified, and batches overlap."""
+
+    name = "ebbtide"
+    guarantees = Guarantees(synced=True, checksummed=True)
+
+    def __init__(self, path: str, capacity_bytes: int, record_bytes: int) -> None:
+        self._runtime = ThreadRuntime()
+        self._disk = OpenDisk(self._runtime, path, capacity_bytes)
+        self.tier = self._disk.tier
+        self.tier.adopt_namespace(NAMESPACE)
+        self._buffers = Buffers(record_bytes)
+        self._record_bytes = record_bytes
+        self._open: deque[list[int]] = deque()  # batches under way: records that have not ended
+        self.failed = 0
+
+    def put(self, numbers: Sequence[int]) -> None:
+        for batch in batches(numbers):
+            left = self._begin(len(batch))
+            self.tier.put([self._put_of(number, left) for number in batch])
+        self._until_all_ended()
+        flushed: list[bool] = []
+        self.tier.flush(flushed.append)
+        self._until(lambda: bool(flushed))
+        if not all(flushed) or self.failed:
+            raise EbbtideError("The disk tier failed while it was measured", reason=self.tier.down)
+
+    def get(self, numbers: Sequence[int]) -> int:
+        right = position = 0
+        for batch in batches(numbers):
+            left = self._begin(len(batch))
+            wanted: dict[int, int] = {}  # position -> number
+            gets = []
+            for at, number in enumerate(batch, start=position):
+                record = self.tier.find(EPOCH, key_of(number))
+                if record is not None:
+                    self.tier.pin(record)
+                    wanted[at] = number
+                    gets.append(Get(record, self._buffers.emptied(at)))
+            position += len(batch)
+
+            def ended(
+                results: list[Miss | None],
+                left: list[int] = left,
+                wanted: dict[int, int] = wanted,
+            ) -> None:
+                nonlocal right
+                for (at, number), failure in zip(wanted.items(), results, strict=True):
+                    right += failure is None and self._buffers.holds(at, number)
+                left[0] = 0
+
+            self.tier.get(gets, ended)
+        self._until_all_ended()
+        return right
+
+    def forget(self) -> None:
+        """Reads pass the page cache in any case, or drop what they read."""
+
+    @property
+    def direct(self) -> bool:
+        """Whether they pass it."""
+        return self._disk.direct
+
+    def close(self) -> None:
+        self._runtime.close()
+        self.tier.close(clean=True)
+        self._disk.close()
+        self._buffers.close()
+
+    def _put_of(self, number: int, left: list[int]) -> Put:
+        key, view = key_of(number), self._buffers.filled(number)
+        digest = record_digest(view, record_seed(NAMESPACE.digest, key))
+
+        def ended(failure: Miss | None) -> None:
+            left[0] -= 1
+            self.failed += failure is not None
+
+        return Put(EPOCH, key, self._record_bytes, digest, view, ended)
+
+    def _begin(self, records: int) -> list[int]:
+        """Wait for the batch that has the next one's buffers."""
+        if len(self._open) == BATCHES_IN_FLIGHT:
+            oldest = self._open.popleft()
+            self._until(lambda: not oldest[0])
+        self._open.append([records])
+        return self._open[-1]
+
+    def _until_all_ended(self) -> None:
+        self._until(lambda: not any(left[0] for left in self._open))
+        self._open.clear()
+
+    def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            if not self._runtime.run_ready():
+                self._runtime.wait(WAIT_S)
+
+
+def key_of(number: int) -> bytes:
+    """Block hash and KV group."""
+    return hashlib.blake2b(number.to_bytes(8, "little"), digest_size=32).digest() + bytes(4)
