@@ -35,7 +35,7 @@ GB, MB = 1e9, 1e6
 MIB = 1 << 20
 SIZES = (64 << 10, 256 << 10, 1 * MIB, 2 * MIB)
 QUICK_SIZES = (64 << 10, 1 * MIB)
-CAPACITY_BYTES, QUICK_CAPACITY_BYTES = 512 * MIB, 128 * MIB
+CAPACITY_BYTES, QUICK_CAPACITY_BYTES = 2048 * MIB, 512 * MIB
 QUICK_PAIRS = 3
 REWRITTEN = 3  # times the capacity, in the rounds at steady state
 GOT_SHARE = 4  # a quarter of the records is got in a round
@@ -77,7 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sizes", type=_sizes, help="of the records (default 64KiB,256KiB,1MiB,2MiB)"
     )
     parser.add_argument(
-        "--capacity", type=_capacity, help="payload that each design keeps (default 512MiB)"
+        "--capacity",
+        type=_capacity,
+        help="payload that each design keeps (default 2GiB, with --quick 512MiB)",
     )
     parser.add_argument("--dir", help="a directory on the drive (default: a temporary one)")
     parser.add_argument("--no-peers", action="store_true", help="the raw drive and ebbtide alone")
