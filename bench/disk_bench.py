@@ -42,6 +42,7 @@ GOT_SHARE = 4  # a quarter of the records is got in a round
 KEPT_SHARE = 0.75  # of the latest records: a tier may evict a little ahead
 TIER_SPARE = 1.25  # of the tier's capacity, for its index and the slots that it evicts ahead
 SPACE_PER_DESIGN = 1.6
+DESIGNS_MAX = 8
 PAGE = 4096
 
 
@@ -121,15 +122,19 @@ class DiskBench:
                 record_bytes=record_bytes,
                 records=records,
             )
+        needed = int(
+            (DESIGNS_MAX if self._with_peers else 2) * SPACE_PER_DESIGN * self._capacity_bytes
+        )
+        free = shutil.disk_usage(scratch).free
+        if free < needed:
+            raise ConfigError(
+                "The file system is too small",
+                next_step="Give a smaller --capacity, or --dir on another drive.",
+                needed=format_size(needed),
+                free=format_size(free),
+            )
         with ExitStack() as stack:
             raws, designs = self._open(stack, records, record_bytes, scratch)
-            needed = int(len(designs) * SPACE_PER_DESIGN * self._capacity_bytes)
-            if shutil.disk_usage(scratch).free < needed:
-                raise ConfigError(
-                    "The file system is too small",
-                    next_step="Give a smaller --capacity, or --dir on another drive.",
-                    needed=format_size(needed),
-                )
             self._explain(record_bytes, designs)
             for raw in raws:  # the ceiling is that of written extents
                 raw.put(range(records))

@@ -112,6 +112,7 @@ def test_a_design_that_brings_nothing_is_invalid(
     ("words", "match"),
     [
         (["--capacity", "64KiB", "--sizes", "64KiB"], "too few records"),
+        (["--capacity", "1000TiB"], "file system is too small"),
         (["--dir", "/nowhere"], "no such directory"),
     ],
 )
