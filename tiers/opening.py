@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import threading
 from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING
 
 import lmdb
 
+from ebbtide.errors import TierUnavailableError
 from ebbtide.tiers.arena import Arena
 from ebbtide.tiers.bounds import Bounds
 from ebbtide.tiers.directory import Directory
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ebbtide.tiers")
 
 COMMIT_BATCH_BYTES_MAX = 64 << 20
+REOPENING_PATIENCE_S = 5.0
 
 
 class OpenDisk:
@@ -62,6 +65,8 @@ class OpenDisk:
         )
         self._commit_interval_s = commit_interval_s
         self._records_max = records_max
+        self._reopening = threading.Lock()  # held by who opens: the directory is not given up then
+        self._closed = False
         with ExitStack() as on_failure:
             on_failure.callback(self.directory.close)
             self._probe_index(probe_index)
@@ -83,13 +88,16 @@ class OpenDisk:
         Raises what stands in the way: nothing is started over here, because a drive that is not
         well yet must not cost what it holds.
         """
-        self.directory.check_unchanged()
-        self._open()
-        with ExitStack() as on_failure:
-            on_failure.callback(self.tier.abandon)
-            probe(self.tier.space, self.tier.slab)
-            on_failure.pop_all()
-        return Reopened(self.tier, self.namespaces)
+        with self._reopening:
+            if self._closed:
+                raise TierUnavailableError("The store is closing", path=self.directory.path)
+            self.directory.check_unchanged()
+            self._open()
+            with ExitStack() as on_failure:
+                on_failure.callback(self.tier.abandon)
+                probe(self.tier.space, self.tier.slab)
+                on_failure.pop_all()
+            return Reopened(self.tier, self.namespaces)
 
     def _probe_index(self, is_sound: Callable[[str], bool]) -> None:
         """Before this process maps it: see `index_probe`."""
@@ -151,7 +159,12 @@ class OpenDisk:
         self.directory.replace_index(smaller)
 
     def close(self) -> None:
-        """After `DiskTier.close`."""
+        """After `DiskTier.close`. While a thread hangs in an opening, the lock is left to the
+        process's end: nobody else may write to the directory before that.
+        """
+        self._closed = True
+        if not self._reopening.acquire(timeout=REOPENING_PATIENCE_S):
+            return
         if self.tier.down is None:
             self.directory.say_goodbye()
         self.directory.close()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from ebbtide.errors import TierUnavailableError
 from ebbtide.testing import Fault, SimStore
 from ebbtide.testing.conformance import key_of
 from ebbtide.tiers import disk_health
@@ -233,6 +234,25 @@ def test_closing_while_the_files_are_being_opened_leaves_none_open(sim: SimStore
     sim.runtime.let_go(REOPEN)
     sim.restart(clean=False)
     assert sim.drain()
+
+
+def test_a_directory_is_not_given_up_while_a_thread_opens_it(
+    sim: SimStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another store would take it, and the thread's probe would write into its slots."""
+    monkeypatch.setattr("ebbtide.tiers.opening.REOPENING_PATIENCE_S", 0.05)
+    opened = sim.open_disk
+    assert opened is not None
+    closed: list[bool] = []
+    monkeypatch.setattr(opened.directory, "close", lambda: closed.append(True))
+    with opened._reopening:
+        opened.close()
+        assert closed == []
+    opened.close()
+    assert closed == [True]
+    opened._reopening.release()
+    with pytest.raises(TierUnavailableError, match="closing"):
+        opened.reopen()
 
 
 # -- slots that show wrong bytes -------------------------------------------------------------------
