@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from ebbtide.bench.pairs import PAIRS_MIN
 from ebbtide.errors import ConfigError
@@ -82,7 +83,16 @@ def run(args: argparse.Namespace) -> int:
     if chosen.pairs is not None and chosen.pairs < 1:
         raise ConfigError("--pairs is below one", next_step="Give a number of rounds.")
     print(json.dumps({"machine": {**describe_machine(), **_versions(case.packages)}}), flush=True)
-    return module.run(chosen)
+    before = signal.signal(signal.SIGTERM, _end)
+    try:
+        return module.run(chosen)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end(*_: Any) -> None:
+    """End in order: a benchmark has processes and temporary directories to clear away."""
+    raise SystemExit(128 + signal.SIGTERM)
 
 
 def _versions(packages: tuple[str, ...]) -> dict[str, str]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -119,6 +122,20 @@ def test_a_design_that_brings_nothing_is_invalid(
 def test_what_cannot_be_measured_is_refused(words: list[str], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         disk_bench.run(options(*words))
+
+
+def test_a_benchmark_that_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "ebbtide", "bench", "disk", "--quick", "--no-peers"]
+    with subprocess.Popen(
+        [*command, "--dir", str(tmp_path)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stderr is not None
+        assert b"filling" in process.stderr.readline()
+        assert list(tmp_path.iterdir())
+        process.terminate()
+        process.stderr.read()
+    assert process.returncode == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("sizes", ["1000", "64", "3KiB", "", "64KiB,x"])
