@@ -101,8 +101,8 @@ class LmdbValues:
     guarantees = Guarantees(synced=True, checksummed=False)
 
     def __init__(self, path: str, records: int, record_bytes: int) -> None:
-        size = int(records * (record_bytes + 4 * KIB) * LMDB_SPARE) + 64 * MIB
-        self._env = lmdb.open(path, map_size=size)
+        self._map_bytes = int(records * (record_bytes + 4 * KIB) * LMDB_SPARE) + 64 * MIB
+        self._env = lmdb.open(path, map_size=self._map_bytes)
         self._records = records
         self._kept: deque[int] = deque()
         self._buffers = Buffers(record_bytes)
@@ -133,8 +133,7 @@ class LmdbValues:
         self._env.close()
         with open(os.path.join(self._path, "data.mdb"), "rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        size = int(self._records * (self._buffers.record_bytes + 4 * KIB) * LMDB_SPARE) + 64 * MIB
-        self._env = lmdb.open(self._path, map_size=size)
+        self._env = lmdb.open(self._path, map_size=self._map_bytes)
 
     def close(self) -> None:
         self._env.close()

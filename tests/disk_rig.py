@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import mmap
 import time
+from contextlib import closing
 from typing import TYPE_CHECKING, Any, Self
+
+import lmdb
 
 from ebbtide.testing.conformance import key_of
 from ebbtide.testing.payload import keyed_bytes
 from ebbtide.testing.store import descriptor
 from ebbtide.tiers.digest import record_digest, record_seed
 from ebbtide.tiers.disk import Put
-from ebbtide.tiers.index import StoredNamespace
+from ebbtide.tiers.index import EPOCH_BYTES, RECORD, StoredNamespace
 from ebbtide.tiers.namespace import namespace_digest
 from ebbtide.tiers.opening import OpenDisk
 from ebbtide.tiers.runtime import ThreadRuntime
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from ebbtide.tiers.reasons import Miss
@@ -32,6 +35,19 @@ NAMESPACE = StoredNamespace(namespace_digest(_PAIRS), EPOCH, _PAIRS)
 def payload_of(key: bytes, length: int) -> bytes:
     """The only right bytes under a key."""
     return keyed_bytes(key, length)
+
+
+def raw_entries(place: Path) -> Iterator[tuple[bytes, int, int]]:
+    """(key, offset, length) of what the index of a closed directory names. Raises lmdb.Error."""
+    with closing(lmdb.open(str(place / "index"), max_dbs=4, readonly=True, lock=False)) as env:
+        try:
+            records = env.open_db(b"records", create=False)
+        except lmdb.NotFoundError:  # nothing was committed yet
+            return
+        with env.begin(db=records) as txn:
+            for name, value in txn.cursor():
+                _, _, _, length, offset, _, _ = RECORD.unpack(value)
+                yield bytes(name[EPOCH_BYTES:]), offset, length
 
 
 class DiskRig:

@@ -15,16 +15,14 @@ from contextlib import closing
 from random import Random
 from typing import TYPE_CHECKING
 
-import lmdb
 import pytest
+from tests.disk_rig import raw_entries
 from tests.live.programs.engine import RECORD_BYTES, key_of, payload_of
 
 from ebbtide.connectors import protocol as wire
 from ebbtide.connectors.client import SocketClient, ask
-from ebbtide.tiers.index import EPOCH_BYTES, RECORD
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from tests.live.conftest import Engine, House
@@ -81,23 +79,12 @@ class Life:
         return engine.answer()
 
 
-def entries(place: Path) -> Iterator[tuple[bytes, int, int]]:
-    """(key, offset, length) of what the index names."""
-    with (
-        closing(lmdb.open(str(place / "index"), max_dbs=4, readonly=True, lock=False)) as env,
-        env.begin(db=env.open_db(b"records", create=False)) as txn,
-    ):
-        for name, value in txn.cursor():
-            _, _, _, length, offset, _, _ = RECORD.unpack(value)
-            yield bytes(name[EPOCH_BYTES:]), offset, length
-
-
 def wrong_and_held(place: Path) -> tuple[int, set[bytes]]:
     """Entries whose bytes are not those of their key, and all keys."""
     held: set[bytes] = set()
     wrong = 0
     with open(place / "slab", "rb", buffering=0) as slab:
-        for key, offset, length in entries(place):
+        for key, offset, length in raw_entries(place):
             held.add(key)
             wrong += length != RECORD_BYTES or os.pread(
                 slab.fileno(), length, offset

@@ -9,19 +9,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TypedDict
 
-import lmdb
-from tests.disk_rig import DiskRig, payload_of
+from tests.disk_rig import DiskRig, payload_of, raw_entries
 from tests.power.recorder import CAPACITY_BYTES, LENGTH
 
 from ebbtide.testing.conformance import key_of
-from ebbtide.tiers.index import EPOCH_BYTES, RECORD
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 SURELY_KEPT = 80  # of the latest durable records; the disk holds some 150
 MORE = range(10_000, 10_040)
@@ -38,25 +32,12 @@ class Found(TypedDict):
     unusable: int
 
 
-def entries(place: Path) -> Iterator[tuple[bytes, int, int]]:
-    """(key, offset, length) of what the index names. Raises lmdb.Error."""
-    with closing(lmdb.open(str(place / "index"), max_dbs=4, readonly=True, lock=False)) as env:
-        try:
-            records = env.open_db(b"records", create=False)
-        except lmdb.NotFoundError:  # nothing was committed yet
-            return
-        with env.begin(db=records) as txn:
-            for name, value in txn.cursor():
-                _, _, _, length, offset, _, _ = RECORD.unpack(value)
-                yield bytes(name[EPOCH_BYTES:]), offset, length
-
-
 def look(place: Path, acked: int) -> Found:
     """At the files, and then by opening them. Raises lmdb.Error, or worse."""
     found = Found(entries=0, wrong=0, lost=0, unusable=0)
     if (place / "index" / "data.mdb").exists():
         with open(place / "slab", "rb", buffering=0) as slab:
-            for key, offset, length in entries(place):
+            for key, offset, length in raw_entries(place):
                 found["entries"] += 1
                 payload = os.pread(slab.fileno(), length, offset)
                 found["wrong"] += payload != payload_of(key, LENGTH)
