@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 SETTLE_S = 20.0
 STORE_END_S = 20.0
 READY_S = 30.0
+PROBE_PAUSE_S = 0.2
 _NOT_READY = {"namespace_pending", "timeout", "unknown"}  # reasons of misses at an engine's start
 _probe_seeds = itertools.count(10**9)
 ANSWER_TOKENS = 16
@@ -99,6 +100,8 @@ class Engine:
             reasons = self.counters().since(before).by("ebbtide_miss_blocks_total", "reason")
             good = 0 if reasons.keys() & _NOT_READY else good + 1
             assert time.monotonic() < deadline, f"the connector does not come up: {reasons}"
+            if not good:
+                time.sleep(PROBE_PAUSE_S)  # each probe leaves blocks on the device
 
     # ------------------------------------------------------------------ parts of the engine
 
