@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import lmdb
 
-from ebbtide.errors import ConfigError, CorruptRecordError
+from ebbtide.errors import ConfigError
 from ebbtide.tiers.digest import record_digest, record_seed
 from ebbtide.tiers.directory import Directory
 from ebbtide.tiers.index import CODEC_RAW, DurableIndex
@@ -69,26 +69,20 @@ def check_directory(
         report.unused_bytes = report.slab_bytes
         slab = stack.enter_context(closing(_PayloadFile(directory.slab_path)))
         report.slab_missing_bytes = max(0, report.slab_bytes - slab.size_bytes)
-        if not index_is_sound(directory.index_path):
-            report.index_usable = False
-            if repair:
-                directory.forget_index()
-            return report
         geometry = directory.geometry
+        report.index_usable = index_is_sound(directory.index_path)
         try:
-            with closing(DurableIndex(directory.index_path, geometry.index_bytes)) as index:
-                bad = _check_entries(index, geometry, slab, report, progress)
-                if repair and bad:
-                    index.remove(bad)
-                    report.repaired = len(bad)
-        except lmdb.Error as error:
-            raise CorruptRecordError(
-                "The index cannot be read",
-                next_step="Run `ebbtide fsck --repair`: it starts the directory empty.",
-                path=path,
-                reason=str(error),
-            ) from error
-        directory.say_goodbye()
+            if report.index_usable:
+                with closing(DurableIndex(directory.index_path, geometry.index_bytes)) as index:
+                    bad = _check_entries(index, geometry, slab, report, progress)
+                    if repair and bad:
+                        index.remove(bad)
+                        report.repaired = len(bad)
+                directory.say_goodbye()
+        except lmdb.Error:
+            report.index_usable = False
+        if repair and not report.index_usable:
+            directory.forget_index()  # what a store would do
     return report
 
 

@@ -68,17 +68,22 @@ def contents(sim: SimStore, wanted: list[bytes]) -> list[bytes]:
     return [sim.content(sim.namespace(), key, LENGTH) for key in wanted]
 
 
+def take_down(sim: SimStore, held: int, end: int, operation: str = "sync") -> None:
+    """Store `held` keys on disk; then the drive fails while it is given those up to `end`."""
+    sim.put(sim.namespace(), keys(0, held), LENGTH)
+    assert sim.drain()
+    fail(sim, operation)
+    sim.put(sim.namespace(), keys(held, end), LENGTH)
+    sim.runtime.pass_time(1.0)
+    assert disk_of(sim).down
+
+
 @pytest.mark.parametrize("operation", ["write", "sync"])
 def test_a_tier_that_failed_comes_back_with_all_that_was_committed(
     sim: SimStore, operation: str
 ) -> None:
     space = sim.namespace()
-    sim.put(space, keys(0, 20), LENGTH)  # more than memory holds
-    assert sim.drain()
-    fail(sim, operation)
-    sim.put(space, keys(20, 24), LENGTH)
-    sim.runtime.pass_time(1.0)
-    assert disk_of(sim).down
+    take_down(sim, 20, 24, operation)  # more than memory holds
     assert sim.get(space, keys(0, 1)) == [Miss.IO_ERROR]
     assert sim.get(space, keys(20, 24)) == contents(sim, keys(20, 24))  # memory works on
     sim.runtime.pass_time(BACK_S)
@@ -92,11 +97,7 @@ def test_a_tier_that_failed_comes_back_with_all_that_was_committed(
 
 def test_it_stays_down_while_a_probe_fails_and_asks_ever_less_often(sim: SimStore) -> None:
     space = sim.namespace()
-    sim.put(space, keys(0, 4), LENGTH)
-    assert sim.drain()
-    fail(sim, "sync")
-    sim.put(space, keys(4, 6), LENGTH)
-    sim.runtime.pass_time(1.0)
+    take_down(sim, 4, 6)
     before = health_of(sim)
     tries = 0
 
@@ -122,12 +123,7 @@ def test_it_stays_down_while_a_probe_fails_and_asks_ever_less_often(sim: SimStor
 def test_a_drive_that_writes_other_bytes_than_it_was_given_does_not_come_back(
     sim: SimStore,
 ) -> None:
-    space = sim.namespace()
-    sim.put(space, keys(0, 4), LENGTH)
-    assert sim.drain()
-    fail(sim, "sync")
-    sim.put(space, keys(4, 6), LENGTH)
-    sim.runtime.pass_time(1.0)
+    take_down(sim, 4, 6)
     opened, on_device = sim.open_disk, sim._on_device
     assert opened is not None
 
@@ -173,11 +169,7 @@ def test_a_drive_that_hangs_is_put_out_of_service_and_comes_back_when_it_answers
 
 def test_a_reset_while_it_was_down_holds_when_it_is_back(sim: SimStore) -> None:
     space = sim.namespace()
-    sim.put(space, keys(0, 20), LENGTH)
-    assert sim.drain()
-    fail(sim, "sync")
-    sim.put(space, keys(20, 21), LENGTH)
-    sim.runtime.pass_time(1.0)
+    take_down(sim, 20, 21)
     answers: list[bool] = []
     sim.store.reset(space, answers.append)
     sim.runtime.run_until(lambda: bool(answers))
@@ -191,11 +183,7 @@ def test_a_reset_while_it_was_down_holds_when_it_is_back(sim: SimStore) -> None:
 
 
 def test_a_namespace_that_was_opened_while_it_was_down_is_stored_afterwards(sim: SimStore) -> None:
-    sim.put(sim.namespace(), keys(0, 1), LENGTH)
-    assert sim.drain()
-    fail(sim, "sync")
-    sim.put(sim.namespace(), keys(1, 2), LENGTH)
-    sim.runtime.pass_time(1.0)
+    take_down(sim, 1, 2)
     other = sim.namespace("seed:1")
     sim.put(other, keys(0, 3), LENGTH)
     sim.runtime.pass_time(BACK_S)
@@ -208,11 +196,7 @@ def test_a_namespace_that_was_opened_while_it_was_down_is_stored_afterwards(sim:
 def test_a_directory_that_is_another_one_now_is_left_alone(sim: SimStore, tmp_path: Path) -> None:
     """An unmounted file system: its mount point must not be filled."""
     space = sim.namespace()
-    sim.put(space, keys(0, 2), LENGTH)
-    assert sim.drain()
-    fail(sim, "sync")
-    sim.put(space, keys(2, 3), LENGTH)
-    sim.runtime.pass_time(1.0)
+    take_down(sim, 2, 3)
     (tmp_path / "d").rename(tmp_path / "away")
     (tmp_path / "d").mkdir()
     sim.runtime.pass_time(100.0)

@@ -191,6 +191,19 @@ def test_an_index_that_kills_who_reads_it(place: Path, damage: str) -> None:
     assert empty.records == 0
 
 
+def test_an_index_that_only_lmdb_refuses_is_repaired_alike(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when it is damaged between the probe and the opening."""
+    data = place / "index" / "data.mdb"
+    data.write_bytes(b"\xff" * data.stat().st_size)
+    with monkeypatch.context() as patch:
+        patch.setattr("ebbtide.tiers.fsck.index_is_sound", lambda path: True)
+        assert not check_directory(str(place)).index_usable
+        assert not check_directory(str(place), repair=True).index_usable
+    assert check_directory(str(place)).is_sound
+
+
 def test_what_is_no_directory_of_ours_is_refused_and_left_alone(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "missing"):
         with pytest.raises(ConfigError, match="no directory of a disk tier"):
