@@ -23,7 +23,10 @@ class Prompt(Struct, frozen=True):
 
     @property
     def restorable_tokens(self) -> int:
-        """Whole blocks without the last token, which is always computed."""
+        """Whole blocks without the last token, which is always computed.
+
+        A device hit gives no more. A load may bring a block that ends with the prompt, too.
+        """
         return (self.tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
 
 

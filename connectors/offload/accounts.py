@@ -29,7 +29,7 @@ class Accounts:
     def admitted(self, asked: Asked, start: int, end: int) -> None:
         """The device had the first `start` tokens, and a load brings those up to `end`."""
         unit, mine, offer = asked.groups.alignment, asked.tally, asked.offer
-        loadable = asked.loadable_tokens // unit
+        loadable = asked.loadable_tokens(start) // unit
         first_missed = end // unit
         mine.served("device", start // unit)
         if offer is not None and offer.end < offer.hit_end and end == offer.end:
@@ -39,7 +39,7 @@ class Accounts:
         if first_missed < loadable:
             mine.missed(self._reason(asked, first_missed * unit))
             mine.missed(label(Miss.BEHIND_MISS), loadable - first_missed - 1)
-        if start // unit <= loadable:
+        if mine.blocks > max(loadable, start // unit):
             whole = mine.prompt_tokens % unit == 0
             mine.missed(label(Miss.LAST_TOKEN if whole else Miss.PARTIAL_BLOCK))
 

@@ -48,10 +48,20 @@ class Asked:
     counted: bool = False  # admitted once: what was not loaded then is in the tally
     complete: bool = False  # what was loaded then, too, and all of it in the totals
 
-    @property
-    def loadable_tokens(self) -> int:
-        """The last token is always computed: its logits are needed."""
-        return (self.prompt_tokens - 1) // self.groups.alignment * self.groups.alignment
+    def loadable_tokens(self, local_tokens: int) -> int:
+        """The end, in tokens, of what a load may bring when the device has the first ones.
+
+        The last token is always computed: its logits are needed. An engine therefore reuses no
+        block of its own that ends with the prompt. A load that brings other blocks brings that one
+        too: behind it the engine computes one token instead of a whole block (vLLM 0.32,
+        `Scheduler._update_waiting_for_remote_kv`). Not with windows: the last token's own begins
+        one token before that of the token behind it, for which the blocks were chosen.
+        """
+        unit = self.groups.alignment
+        end = (self.prompt_tokens - 1) // unit * unit
+        hashed = len(self.block_hashes) * self.groups.hash_block_size
+        whole = self.prompt_tokens == end + unit <= hashed and not self.groups.windowed
+        return end + unit if whole and local_tokens < end else end
 
     def lengthen(self, num_tokens: int) -> None:
         """A preempted request comes back with the tokens that it had generated."""
@@ -60,7 +70,7 @@ class Asked:
 
     def lookup_keys(self) -> tuple[bytes, ...]:
         """The keys to ask for now."""
-        self.limit_tokens = self.groups.askable_tokens(self.loadable_tokens)
+        self.limit_tokens = self.groups.askable_tokens(self.loadable_tokens(0))
         self.keys = self.groups.all_keys(self.block_hashes, self.limit_tokens)
         return tuple(key for group in self.keys for key in group)
 

@@ -66,6 +66,7 @@ class KVGroups:
         self.fails_whole = len(groups) > 1 if fails_whole is None else fails_whole
         self.hash_block_size = hash_block_size
         self.alignment = math.lcm(*(group.block_size for group in groups))
+        self.windowed = any(group.window is not None for group in groups)
         self._by_number = {group.number: group for group in groups}
 
     @classmethod

@@ -118,7 +118,7 @@ class OffloadScheduler:
             return 0
         if num_tokens > asked.prompt_tokens and asked.counted:
             asked.lengthen(num_tokens)
-        if local_tokens >= asked.loadable_tokens or asked.load_failed:
+        if local_tokens >= asked.loadable_tokens(local_tokens) or asked.load_failed:
             return 0
         self._poll()
         if asked.states is None and not asked.ticket and not asked.lost:

@@ -192,7 +192,8 @@ class Scheduler:
     def _external_tokens(self, sequence: Sequence, local_tokens: int) -> int | None:
         """Tokens the half would load behind the device hit; None while its answer is under way.
 
-        Cut so that the last token is left to compute, whatever the half says.
+        Cut to the request's whole blocks, whatever the half says. If that is all of it, its last
+        token is computed once more when the load has ended.
         """
         if self.half is None:
             return 0
@@ -200,7 +201,7 @@ class Scheduler:
         matched = self.half.matched_tokens(request.request_id, local_tokens)
         if matched is None:
             return None
-        loadable = (request.num_tokens - 1) // request.block_size * request.block_size
+        loadable = request.num_tokens // request.block_size * request.block_size
         return min(matched, loadable - local_tokens)
 
     def _preempt(self, sequence: Sequence) -> None:

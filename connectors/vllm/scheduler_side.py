@@ -112,7 +112,7 @@ class SchedulerSide:
         if geometry is None or manager is None or connection is None:
             return
         pool = VllmPool(manager.block_pool)
-        if not pool.caching and any(group.window is not None for group in geometry.groups.all):
+        if not pool.caching and geometry.groups.windowed:
             self._stores = False  # blocks that a window has passed are given back unannounced
             self._announce.once(
                 "ebbtide stores nothing: this model has sliding windows, and prefix caching is off"

@@ -16,17 +16,37 @@ M, D = Place.MEMORY, Place.DISK
 
 @pytest.mark.parametrize(
     ("length", "expected"),
-    [(1, 0), (15, 0), (16, 0), (17, 16), (32, 16), (33, 32), (4096, 4080)],
+    [(1, 0), (15, 0), (16, 0), (17, 16), (31, 16), (32, 32), (33, 32), (4096, 4096)],
 )
-def test_p28_a_prompt_that_is_all_held_leaves_its_last_token_to_compute(
+def test_p28_a_load_that_brings_more_brings_the_block_of_the_last_token_too(
     length: int, expected: int
 ) -> None:
+    """The engine computes that one token again."""
     bench = Bench(blocks=300)
     bench.arrive("r", length)
-    if length > 16:
-        bench.held([M] * ((length - 1) // 16))
+    if expected:
+        bench.held([M] * (expected // 16))
     assert not bench.client.asked  # nothing is asked about a block that is computed in any case
     assert bench.half.matched_tokens("r", 0) == expected
+
+
+def test_p28_no_load_brings_the_block_of_the_last_token_alone() -> None:
+    bench = Bench()
+    bench.arrive("r", 64)
+    bench.held([M] * 4)
+    assert [bench.half.matched_tokens("r", local) for local in (0, 32, 48, 64)] == [64, 32, 0, 0]
+    bench.half.on_allocated("r", [range(1, 5)], 48, 0)
+    assert +bench.half.tally.blocks_by_source == {"device": 3}
+    assert +bench.half.tally.misses == {"last_token": 1}
+
+
+def test_p28_the_block_of_the_last_token_has_a_reason_of_its_own_when_it_was_asked_for() -> None:
+    bench = Bench()
+    bench.arrive("r", 64)
+    bench.held([M] * 3 + [Miss.EVICTED])
+    assert bench.half.matched_tokens("r", 0) == 48
+    bench.half.on_allocated("r", [range(1, 5)], 0, 48)
+    assert bench.half.misses_by_reason("r") == {"evicted": 1}
 
 
 @pytest.mark.parametrize("local", [0, 16, 32, 48])
@@ -113,7 +133,7 @@ def test_p84_every_token_and_block_is_counted_once() -> None:
     bench.arrive("r", 1000)
     for _ in range(5):  # asked five times, counted once
         assert bench.half.matched_tokens("r", 600) is None
-    bench.held([M] * 80 + [D] * 20 + [Miss.EVICTED] + [Miss.NEVER_SEEN] * 23)
+    bench.held([M] * 80 + [D] * 20 + [Miss.EVICTED] + [Miss.NEVER_SEEN] * 24)
     assert bench.half.matched_tokens("r", 600) == 200
     bench.half.on_allocated("r", [range(1, 126)], 600, 200)
     assert bench.half.tally.requests == 0  # not before the load has ended
@@ -123,11 +143,11 @@ def test_p84_every_token_and_block_is_counted_once() -> None:
     bench.half.on_report(WorkerReport(loads=[LoadResult("r", 25, sources)]))
     # Preempted and admitted again, with a load: nothing of that counts.
     bench.half.matched_tokens("r", 0)
-    bench.held([M] * 124)
-    assert bench.half.matched_tokens("r", 0) == 992
-    bench.half.on_allocated("r", [range(1, 126)], 0, 992)
+    bench.held([M] * 125)
+    assert bench.half.matched_tokens("r", 0) == 1000
+    bench.half.on_allocated("r", [range(1, 126)], 0, 1000)
     bench.step()
-    bench.half.on_report(WorkerReport(loads=[LoadResult("r", 124, ("memory",) * 124)]))
+    bench.half.on_report(WorkerReport(loads=[LoadResult("r", 125, ("memory",) * 125)]))
     bench.half.request_finished("r", [])
     # A load of 160 tokens that fails.
     bench.arrive("s", 250)
@@ -143,8 +163,7 @@ def test_p84_every_token_and_block_is_counted_once() -> None:
         "evicted": 1,
         "never_seen": 1,
         "io_error": 1,
-        "behind_miss": 23 + 10 + 19,
-        "last_token": 1,
+        "behind_miss": 24 + 10 + 19,
         "partial_block": 1,
     }
     assert sum(tally.misses.values()) + (600 + 40 + 160) // 8 == tally.prompt_blocks
