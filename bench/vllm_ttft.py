@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from ebbtide.bench.vllm_answer import BLOCK_SIZE, Prompt
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 NAME = "ttft"
 WARM_UPS = 3  # prompts of each length, not recorded
+# Before a device hit. A design with tiers is asked when its copies have ended; plain vLLM has none,
+# and asked at once it would still find its threads spinning and its caches warm.
+REST_S = 0.3
 SMALL_MEMORY_PROMPTS = 4  # of the longest, in the memory tier that has a disk tier behind it
 MEMORY_SPARE = 1.5
 DISK_SHARE_MIN = 0.95  # of a disk hit's tokens; so many must have come from the disk tier
@@ -52,7 +56,7 @@ def _fillers(length: int, memory_tokens: int) -> int:
 class LengthRounds:
     """One prompt length. Every contestant is asked the same prompts in turn.
 
-    First, prompt by prompt: computed, and at once again, from the device. Then, when the tiers of
+    First, prompt by prompt: computed, and after a rest again, from the device. Then, when the tiers of
     the designs with a disk hold them on disk alone: the device forgets, and the prompt comes back
     from the tier; plain vLLM computes it again, and that is what it is compared with.
     """
@@ -73,6 +77,7 @@ class LengthRounds:
             say(f"{self.name}: computed and from the device, {number + 1} of {len(prompts)}")
             for contestant in order(contestants, number):
                 self._keep(contestant, RECOMPUTE, number, contestant.ask([prompt]))
+                time.sleep(REST_S)
                 self._keep(contestant, DEVICE, number, contestant.ask([prompt]))
         for contestant in contestants:
             if contestant.design.disk:
