@@ -47,6 +47,11 @@ CASES = {
         "the disk tier against the raw drive and other ways to keep records",
         ("lmdb", "rocksdict", "diskcache"),
     ),
+    "index": BenchCase(
+        "ebbtide.bench.index_bench",
+        "opening a directory of many records, and looking them up",
+        ("lmdb", "numpy"),
+    ),
     "vllm": BenchCase(
         "ebbtide.bench.vllm_bench",
         "a real vLLM with the connector against one without",

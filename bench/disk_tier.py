@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ebbtide.bench.disk_load import BATCH, IN_FLIGHT, Buffers, Guarantees, batches
 from ebbtide.errors import EbbtideError
 from ebbtide.tiers.digest import record_digest, record_seed
-from ebbtide.tiers.disk import Get, Put
+from ebbtide.tiers.disk_record import Get, Put
 from ebbtide.tiers.index import StoredNamespace
 from ebbtide.tiers.opening import OpenDisk
 from ebbtide.tiers.runtime import ThreadRuntime

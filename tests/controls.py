@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ebbtide.connectors.reference import RequestOutput
-    from ebbtide.tiers.disk import DiskRecord
+    from ebbtide.tiers.disk_record import DiskRecord
     from ebbtide.tiers.memory import MemoryRecord
     from ebbtide.tiers.slab import Slab
 
@@ -208,7 +208,7 @@ class Rig:
         assert self.store.disk is not None
         found: dict[bytes, DiskRecord] = {}
         for epoch in [namespace.epoch for namespace in self.store.namespaces]:
-            found.update({key[:32]: r for key, r in self.store.disk.index(epoch).items()})
+            found.update({r.key[:32]: r for r in self.store.disk.index.records_of(epoch)})
         return found
 
     def hashes(self, prompt: list[int]) -> list[bytes]:
@@ -233,14 +233,14 @@ class Rig:
 
     def flip_in_memory(self, block_hash: bytes, byte: int = 4321) -> None:
         """One bit of a record in the arena is another from now on."""
-        offset = self.store.memory.space.offset(self.memory_records()[block_hash])
+        offset = self.memory_records()[block_hash].offset
         self.store.arena.view(offset + byte, 1)[0] ^= 0x10
 
     def flip_on_disk(self, block_hash: bytes, byte: int = 4321) -> None:
         """One bit of a record in the slab file is another from now on."""
         assert self.store.disk is not None
         assert self.opened.open_disk is not None
-        offset = self.store.disk.space.offset(self.disk_records()[block_hash]) + byte
+        offset = self.disk_records()[block_hash].offset + byte
         slab = os.open(self.opened.open_disk.directory.slab_path, os.O_RDWR)
         try:
             (old,) = os.pread(slab, 1, offset)

@@ -13,7 +13,7 @@ from ebbtide.testing.conformance import key_of
 from ebbtide.testing.payload import keyed_bytes
 from ebbtide.testing.store import descriptor
 from ebbtide.tiers.digest import record_digest, record_seed
-from ebbtide.tiers.disk import Put
+from ebbtide.tiers.disk_record import Put
 from ebbtide.tiers.index import EPOCH_BYTES, RECORD, StoredNamespace
 from ebbtide.tiers.namespace import namespace_digest
 from ebbtide.tiers.opening import OpenDisk
@@ -70,7 +70,7 @@ class DiskRig:
     @property
     def held(self) -> set[bytes]:
         """Keys in the serving index."""
-        return set(self.disk.tier.index(EPOCH))
+        return set(self.disk.tier.keys(EPOCH))
 
     def put(self, numbers: Sequence[int]) -> list[Miss | None]:
         """Store the records of these numbers and wait for the writes; what each came to."""

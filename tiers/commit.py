@@ -11,8 +11,7 @@ from ebbtide.tiers.runtime import COMMIT
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ebbtide.tiers.disk import DiskRecord
-    from ebbtide.tiers.index import Entry, StoredNamespace
+    from ebbtide.tiers.index import Entry, Sequences, StoredNamespace
     from ebbtide.tiers.runtime import Runtime, Timer
     from ebbtide.tiers.slab import Slab
 
@@ -21,7 +20,7 @@ class Index(Protocol):
     """What the committer needs of the durable index."""
 
     def commit(self, batch: IndexBatch) -> None: ...
-    def save_recency(self, sequences: list[int]) -> None: ...
+    def save_recency(self, sequences: Sequences) -> None: ...
     def mark_clean(self, clean: bool) -> None: ...
     def close(self) -> None: ...
 
@@ -33,7 +32,7 @@ class _Batch:
         self.index = IndexBatch()
         self.added: list[tuple[int, bytes]] = []
         self.bytes = 0
-        self.freed: list[DiskRecord] = []  # slots to hand out again after this commit
+        self.freed: list[int] = []  # rows whose slots to hand out again after this commit
         self.waiters: list[Callable[[bool], None]] = []
 
     def __bool__(self) -> bool:
@@ -57,7 +56,7 @@ class Committer:
         *,
         batch_bytes: int,
         interval_s: float,
-        on_committed: Callable[[list[DiskRecord]], None],
+        on_committed: Callable[[list[int]], None],
         on_failed: Callable[[BaseException, list[tuple[int, bytes]]], None],
     ) -> None:
         self._runtime = runtime
@@ -91,13 +90,13 @@ class Committer:
         self._batch.index.remove(epoch, key)
         self._arm()
 
-    def free_after(self, record: DiskRecord) -> None:
+    def free_after(self, row: int) -> None:
         """Hand the slot back once the removal of its entry is durable.
 
         The entry's removal is in the gathering batch or in an earlier one: either way it is durable
         when the gathering batch is.
         """
-        self._batch.freed.append(record)
+        self._batch.freed.append(row)
         self._arm()
 
     def put_namespace(self, namespace: StoredNamespace) -> None:
@@ -120,14 +119,16 @@ class Committer:
         self._hurried = True
         self._maybe_start()
 
-    def save_recency(self, sequences: list[int], done: Callable[[bool], None]) -> None:
-        """Write the order of eviction from the committer's thread."""
+    def save_recency(
+        self, sequences: Callable[[], Sequences], done: Callable[[bool], None]
+    ) -> None:
+        """Compute and write the order of eviction in the committer's thread."""
         if self._broken is not None:
             done(False)
             return
         self._runtime.start(
             COMMIT,
-            self._index.save_recency,
+            lambda coldest_first: self._index.save_recency(coldest_first()),
             [sequences],
             lambda outcomes: done(outcomes[0] is None),
         )

@@ -14,72 +14,34 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from enum import IntEnum
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from ebbtide.errors import MisuseError
 from ebbtide.tiers.commit import Committer
 from ebbtide.tiers.digest import record_digest, record_seed
+from ebbtide.tiers.disk_index import DiskIndex
 from ebbtide.tiers.index import CODEC_RAW, Entry
+from ebbtide.tiers.key_index import NO_ROW
 from ebbtide.tiers.reasons import Miss
+from ebbtide.tiers.record_table import KEY_BYTES_MAX
 from ebbtide.tiers.runs import Run, merge
 from ebbtide.tiers.runtime import READ, WRITE
-from ebbtide.tiers.segments import Resident, SegmentSpace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ebbtide.tiers.directory import Geometry
+    from ebbtide.tiers.disk_record import DiskRecord, Get, Put
     from ebbtide.tiers.index import DurableIndex, StoredNamespace
+    from ebbtide.tiers.record_table import Columns
     from ebbtide.tiers.runtime import Runtime
+    from ebbtide.tiers.segments import Bools, Ints
     from ebbtide.tiers.slab import Slab
 
 _log = logging.getLogger("ebbtide.tiers.disk")
 
 QUARANTINE_SHARE = 16  # of the slab; a drive with more bad slots is out of service
 SPARE_SHARE = 16  # slots worth a sixteenth of the slab are evicted ahead, so that puts rarely wait
-
-
-class DiskState(IntEnum):
-    """The life of a disk record."""
-
-    WRITING = 1
-    WHOLE = 2  # the payload is in the slab and readable; committed or about to be
-
-
-class DiskRecord(Resident):
-    """One record in the slab."""
-
-    __slots__ = ("digest", "doomed", "epoch", "key", "pins", "quarantined", "sequence", "state")
-
-    def __init__(self, epoch: int, key: bytes, sequence: int, digest: bytes) -> None:
-        self.epoch = epoch
-        self.key = key
-        self.sequence = sequence
-        self.digest = digest
-        self.state = DiskState.WRITING
-        self.pins = 0
-        self.doomed = False  # out of the index; the slot goes after its last reader and a commit
-        self.quarantined = False  # doomed, and the slot stays
-
-
-class Put(NamedTuple):
-    """A record to be written. `view` is the whole slot: payload and zeroed padding."""
-
-    epoch: int
-    key: bytes
-    length: int
-    digest: bytes
-    view: memoryview
-    done: Callable[[Miss | None], None]  # None: the payload is written and readable
-
-
-class Get(NamedTuple):
-    """A record to be read, pinned by `DiskTier.pin`. `view` is the whole slot to fill."""
-
-    record: DiskRecord
-    view: memoryview
 
 
 class DiskTier:
@@ -89,21 +51,17 @@ class DiskTier:
         self,
         runtime: Runtime,
         slab: Slab,
-        index: DurableIndex,
+        durable_index: DurableIndex,
         *,
         geometry: Geometry,
         commit_batch_bytes: int,
         commit_interval_s: float,
         records_max: int | None = None,
     ) -> None:
-        self.space: SegmentSpace[DiskRecord] = SegmentSpace(
-            geometry.slab_bytes,
-            alignment=geometry.alignment,
-            segment_bytes=geometry.segment_bytes,
-        )
         self.geometry = geometry
         self.records_max = min(records_max or geometry.records_max, geometry.records_max)
-        self.records = 0
+        self.index = DiskIndex(geometry, self.records_max)
+        self.space = self.index.space
         self.sequence = 0
         self.down: str | None = None  # why the tier is out of service
         self.corrupt = 0
@@ -117,7 +75,6 @@ class DiskTier:
         self.digests: dict[int, bytes] = {}  # namespace digest by epoch
         self._runtime = runtime
         self.slab = slab
-        self._index: dict[int, dict[bytes, DiskRecord]] = {}
         self._waiting: deque[Put] = deque()  # puts without a slot yet
         self._freeing = 0  # slots whose removal waits for a commit
         self._started: dict[int, float] = {}  # reads and writes under way, since when
@@ -125,7 +82,7 @@ class DiskTier:
         self._committer = Committer(
             runtime,
             slab,
-            index,
+            durable_index,
             batch_bytes=commit_batch_bytes,
             interval_s=commit_interval_s,
             on_committed=self._committed,
@@ -134,20 +91,23 @@ class DiskTier:
 
     # -- lookup ---------------------------------------------------------------------------------
 
-    def index(self, epoch: int) -> dict[bytes, DiskRecord]:
-        """The epoch's records by key. Read only."""
-        return self._index.setdefault(epoch, {})
+    @property
+    def records(self) -> int:
+        """Records that are held or being written."""
+        return self.index.records
 
     def find(self, epoch: int, key: bytes) -> DiskRecord | None:
         """A record that can be read now, or None."""
-        record = self.index(epoch).get(key)
-        if record is None or record.state is not DiskState.WHOLE or self.down:
-            return None
-        return record
+        row = NO_ROW if self.down else self.index.find(epoch, key)
+        return self.index.record(row) if row != NO_ROW and self.index.is_whole(row) else None
 
-    def touch(self, record: DiskRecord) -> None:
-        """Somebody asked for it."""
-        self.space.touch(record)
+    def holds(self, epoch: int, key: bytes) -> bool:
+        """Whether the record is held or being written, also by a tier that is down."""
+        return self.index.find(epoch, key) != NO_ROW
+
+    def keys(self, epoch: int) -> list[bytes]:
+        """The keys of the epoch's records. O(records)."""
+        return [self.index.table.key(row) for row in self.index.rows_of(epoch)]
 
     # -- namespaces -----------------------------------------------------------------------------
 
@@ -160,27 +120,18 @@ class DiskTier:
         self, old_epoch: int, namespace: StoredNamespace, done: Callable[[bool], None]
     ) -> None:
         """Forget an epoch. `done(True)` when no crash can bring it back."""
-        for record in list(self.index(old_epoch).values()):
-            if record.state is DiskState.WHOLE:
-                self.discard(record)
+        for row in self.index.rows_of(old_epoch):
+            if self.index.is_whole(row):
+                self._discard(row)
         # Records still being written find their epoch gone when the write returns.
-        self._index.pop(old_epoch, None)
         self.digests.pop(old_epoch, None)
         self.adopt_namespace(namespace)
         self._committer.flush(lambda ok: done(ok and not self.down))
 
-    def adopt_record(self, entry: Entry) -> DiskRecord | None:
-        """A committed record, at opening: hidden until `space.expose`. None: its slot cannot be."""
-        record = DiskRecord(entry.epoch, bytes(entry.key), entry.sequence, entry.digest)
-        self.sequence = max(self.sequence, entry.sequence)
-        if not 0 < entry.length <= self.space.largest_bytes:
-            return None
-        if not self.space.place_at(record, entry.length, entry.offset):
-            return None
-        record.state = DiskState.WHOLE
-        self.index(entry.epoch)[record.key] = record
-        self.records += 1
-        return record
+    def adopt(self, columns: Columns, order: Ints) -> Bools:
+        """Committed records, at opening. See `DiskIndex.adopt`."""
+        self.sequence = int(columns.sequence.max(initial=0))
+        return self.index.adopt(columns, order)
 
     # -- writing --------------------------------------------------------------------------------
 
@@ -194,38 +145,39 @@ class DiskTier:
         self._place_waiting()
 
     def _place_waiting(self) -> None:
-        placed: list[tuple[Put, DiskRecord]] = []
+        placed: list[tuple[Put, int]] = []
         while self._waiting:
             put = self._waiting[0]
-            if self.down or put.epoch not in self.digests:
+            refused = self._refused(put)
+            if refused is not None or self.holds(put.epoch, put.key):
                 self._waiting.popleft()
-                put.done(Miss.IO_ERROR if self.down else Miss.RESET)
-                continue
-            if put.key in self.index(put.epoch):
-                self._waiting.popleft()
-                put.done(None)
+                put.done(refused)
                 continue
             self.sequence += 1
-            record = DiskRecord(put.epoch, put.key, self.sequence, put.digest)
-            full = self.records >= self.records_max
-            if full or not self.space.place(record, put.length):
+            row = self.index.place(put.epoch, put.key, put.length, self.sequence, put.digest)
+            if row == NO_ROW:
                 self._evict_for(put.length)
                 break  # the commit that frees the slots comes back here
             self._waiting.popleft()
-            self.index(put.epoch)[put.key] = record
-            self.records += 1
-            placed.append((put, record))
+            placed.append((put, row))
         self._write(placed)
         self._evict_ahead()
+
+    def _refused(self, put: Put) -> Miss | None:
+        if self.down:
+            return Miss.IO_ERROR
+        if put.epoch not in self.digests:
+            return Miss.RESET
+        return Miss.NOT_ADMITTED if len(put.key) > KEY_BYTES_MAX else None
 
     def _evict_for(self, length: int) -> None:
         """Have a commit make room for one record, unless one that will is already under way."""
         if not self._freeing:
-            victims = self.space.victims(length, lambda record: True)
+            victims = self.space.victims(length, lambda row: True)
             if not victims:  # the number of records is the bound, and this size has none
                 victims = list(islice(self.space.coldest_first(), 1))
-            for record in victims:
-                self._evict(record)
+            for row in victims:
+                self._evict(row)
         self._committer.hurry()
 
     def _evict_ahead(self) -> None:
@@ -238,23 +190,24 @@ class DiskTier:
             return
         stride = next(reversed(self.space.classes))
         while free < spare or over_records > 0:
-            victims = self.space.victims(stride, lambda record: True)
+            victims = self.space.victims(stride, lambda row: True)
             if not victims:
                 return
-            for record in victims:
-                free += record.slot_class.stride
+            for row in victims:
+                free += self.index.stride(row)
                 over_records -= 1
-                self._evict(record)
+                self._evict(row)
 
-    def _evict(self, record: DiskRecord) -> None:
+    def _evict(self, row: int) -> None:
         self.evicted += 1
-        self.on_evict(record.epoch, record.key)
-        self.discard(record)
+        self.on_evict(self.index.table.epoch_of(row), self.index.table.key(row))
+        self._discard(row)
 
-    def _write(self, placed: list[tuple[Put, DiskRecord]]) -> None:
+    def _write(self, placed: list[tuple[Put, int]]) -> None:
         if not placed:
             return
-        runs, members = merge([(self.space.offset(record), put.view) for put, record in placed])
+        offset_of = self.index.table.offset_of
+        runs, members = merge([(offset_of[row], put.view) for put, row in placed])
         self._start(
             WRITE,
             lambda run: self.slab.write(run.offset, run.views),
@@ -264,7 +217,7 @@ class DiskTier:
 
     def _written(
         self,
-        placed: list[tuple[Put, DiskRecord]],
+        placed: list[tuple[Put, int]],
         members: list[list[int]],
         outcomes: list[BaseException | None],
     ) -> None:
@@ -272,26 +225,20 @@ class DiskTier:
             if error is not None:
                 self.go_down(f"a write failed: {error}")
             for number in numbers:
-                put, record = placed[number]
-                put.done(self._settle_write(record, error))
+                put, row = placed[number]
+                put.done(self._settle_write(row, error))
         if self._waiting:  # a write whose epoch was reset has freed its slot without a commit
             self._place_waiting()
 
-    def _settle_write(self, record: DiskRecord, error: BaseException | None) -> Miss | None:
-        gone = record.epoch not in self.digests
+    def _settle_write(self, row: int, error: BaseException | None) -> Miss | None:
+        gone = self.index.table.epoch_of(row) not in self.digests
         if error is not None or gone or self.down:
-            # No committed entry ever named this slot, so it may be reused at once.
-            index = self.index(record.epoch)
-            if index.get(record.key) is record:
-                del index[record.key]
-            self.records -= 1
-            self.space.remove(record)
+            self.index.forget(row)
             return Miss.RESET if gone and error is None else Miss.IO_ERROR
-        record.state = DiskState.WHOLE
-        self.space.expose(record)
-        stride = record.slot_class.stride
+        self.index.written(row)
+        stride = self.index.stride(row)
         self.write_bytes += stride
-        self._committer.add(_entry(record, self.space.offset(record)), stride)
+        self._committer.add(_entry(self.index.record(row)), stride)
         return None
 
     # -- reading --------------------------------------------------------------------------------
@@ -303,7 +250,7 @@ class DiskTier:
         not verify is discarded and counted: it is a miss from now on.
         """
         seeds = [record_seed(self.digests[get.record.epoch], get.record.key) for get in gets]
-        runs, members = merge([(self.space.offset(get.record), get.view) for get in gets])
+        runs, members = merge([(get.record.offset, get.view) for get in gets])
         jobs = list(zip(runs, members, strict=True))
         good = bytearray(len(gets))
 
@@ -330,62 +277,55 @@ class DiskTier:
     def _settle_read(
         self, record: DiskRecord, error: BaseException | None, good: int
     ) -> Miss | None:
-        corrupt = error is None and not good
-        if corrupt and not record.quarantined:
-            self._quarantine(record)
-        self._unpin(record)
+        row, corrupt = record.row, error is None and not good
+        present = self.index.is_whole(row)
+        if corrupt and not self.index.is_bad(row):
+            self._quarantine(row)
+        elif not good and present:
+            self._discard(row)
+        if self.index.unpin(row):
+            self._free_after_commit(row)
         if good:
-            self.read_bytes += record.slot_class.stride
+            self.read_bytes += self.index.stride(row)
             return Miss.RESET if record.epoch not in self.digests else None
-        if not record.doomed:
-            self.discard(record)
         return Miss.CORRUPT if corrupt else Miss.IO_ERROR
+
+    def pin(self, record: DiskRecord) -> None:
+        """Keep the slot for a `get`, from the moment when the record was found."""
+        self.index.pin(record)
 
     # -- leaving --------------------------------------------------------------------------------
 
     def discard(self, record: DiskRecord) -> None:
         """Out of the serving index now, out of the durable one with the next commit."""
-        index = self.index(record.epoch)
-        if index.get(record.key) is record:
-            del index[record.key]
-        self.records -= 1
-        record.doomed = True
-        self.space.hide(record)
-        self._committer.remove(record.epoch, record.key)
-        if record.pins == 0 and not record.quarantined:
-            self._free_after_commit(record)
+        self.index.check_present(record)
+        self._discard(record.row)
 
-    def pin(self, record: DiskRecord) -> None:
-        """Keep the slot for a `get`, from the moment when the record was found."""
-        if record.pins == 0:
-            self.space.hide(record)
-        record.pins += 1
+    def _discard(self, row: int, *, bad: bool = False) -> None:
+        free = self.index.leave(row, bad=bad)
+        self._committer.remove(self.index.table.epoch_of(row), self.index.table.key(row))
+        if free:
+            self._free_after_commit(row)
 
-    def _unpin(self, record: DiskRecord) -> None:
-        record.pins -= 1
-        if record.pins:
-            return
-        if not record.doomed:
-            self.space.expose(record)
-        elif not record.quarantined:
-            self._free_after_commit(record)
-
-    def _quarantine(self, record: DiskRecord) -> None:
+    def _quarantine(self, row: int) -> None:
         """Use the slot no more before the directory is opened again."""
         self.corrupt += 1
-        record.quarantined = True
-        self.quarantined_bytes += record.slot_class.stride
+        self.quarantined_bytes += self.index.stride(row)
+        if self.index.is_whole(row):
+            self._discard(row, bad=True)
+        else:
+            self.index.condemn(row)
         if self.quarantined_bytes > self.space.capacity_bytes // QUARANTINE_SHARE:
             self.go_down(f"{self.quarantined_bytes} bytes of the drive hold what nobody wrote")
 
-    def _free_after_commit(self, record: DiskRecord) -> None:
-        self._freeing += record.slot_class.stride
-        self._committer.free_after(record)
+    def _free_after_commit(self, row: int) -> None:
+        self._freeing += self.index.stride(row)
+        self._committer.free_after(row)
 
-    def _committed(self, freed: list[DiskRecord]) -> None:
-        for record in freed:
-            self._freeing -= record.slot_class.stride
-            self.space.remove(record)
+    def _committed(self, freed: list[int]) -> None:
+        for row in freed:
+            self._freeing -= self.index.stride(row)
+            self.index.free(row)
         if self._waiting:
             self._place_waiting()
 
@@ -450,9 +390,8 @@ class DiskTier:
         self._committer.flush(done)
 
     def save_recency(self, done: Callable[[bool], None]) -> None:
-        """Save the order of eviction, so that a restart goes on with it."""
-        ordered = sorted(self.space.residents(), key=self.space.stamp)
-        self._committer.save_recency([r.sequence for r in ordered if not r.doomed], done)
+        """Save the order of eviction, so that a restart goes on with it. See `recency`."""
+        self._committer.save_recency(self.index.recency(), done)
 
     @property
     def idle(self) -> bool:
@@ -465,13 +404,8 @@ class DiskTier:
         self.slab.close()
 
     def check_integrity(self) -> None:
-        """Raise MisuseError when slots and index contradict each other. O(slots)."""
-        self.space.check_integrity()
-        live = {(r.epoch, r.key): r for r in self.space.residents() if not r.doomed}
-        held = {(e, key): r for e, found in self._index.items() for key, r in found.items()}
-        being_reset = {name: r for name, r in live.items() if r.epoch not in self.digests}
-        if live != {**held, **being_reset} or self.records != len(live):
-            raise MisuseError("The disk index and the slots disagree", records=self.records)
+        """See `DiskIndex.check_integrity`."""
+        self.index.check_integrity()
 
 
 def _report_failures(
@@ -486,13 +420,13 @@ def _report_failures(
         _log.warning("%d records on disk do not verify; they are misses from now on", count)
 
 
-def _entry(record: DiskRecord, offset: int) -> Entry:
+def _entry(record: DiskRecord) -> Entry:
     return Entry(
         record.epoch,
         record.key,
         CODEC_RAW,
         record.length,
-        offset,
+        record.offset,
         record.sequence,
         record.digest,
     )

@@ -12,13 +12,14 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import lmdb
+import numpy as np
 
 from ebbtide.errors import ConfigError
 from ebbtide.tiers.digest import record_digest, record_seed
 from ebbtide.tiers.directory import Directory
 from ebbtide.tiers.index import CODEC_RAW, DurableIndex
 from ebbtide.tiers.index_probe import index_is_sound
-from ebbtide.tiers.segments import Resident, SegmentSpace
+from ebbtide.tiers.segments import SegmentSpace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -126,8 +127,8 @@ def _check_entries(
             report.sound += 1
             report.payload_bytes += entry.length
             report.unused_bytes -= -(-entry.length // geometry.alignment) * geometry.alignment
-    known = {entry.sequence for _, entry in placed}
-    report.stale_recency = sum(sequence not in known for sequence in index.recency())
+    known = [entry.sequence for _, entry in placed]
+    report.stale_recency = int((~np.isin(index.recency(), known)).sum())
     return bad
 
 
@@ -137,17 +138,17 @@ def _place(
     is_bad: Callable[[bytes, str], None],
 ) -> list[tuple[bytes, Entry]]:
     """Those whose slots can all exist side by side; of two on one slot the higher sequence."""
-    space: SegmentSpace[Resident] = SegmentSpace(
+    space: SegmentSpace[bytes] = SegmentSpace(
         geometry.slab_bytes, alignment=geometry.alignment, segment_bytes=geometry.segment_bytes
     )
-    placed = []
-    for name, entry in sorted(entries, key=lambda pair: -pair[1].sequence):
-        fits = 0 < entry.length <= space.largest_bytes
-        if fits and space.place_at(Resident(), entry.length, entry.offset):
-            placed.append((name, entry))
-        else:
+    claims = sorted(entries, key=lambda pair: -pair[1].sequence)
+    lengths = np.array([entry.length for _, entry in claims], np.int64)
+    offsets = np.array([entry.offset for _, entry in claims], np.uint64).astype(np.int64)
+    placed = space.place_all([name for name, _ in claims], lengths, offsets).tolist()
+    for (name, _), fits in zip(claims, placed, strict=True):
+        if not fits:
             is_bad(name, "misplaced")
-    return placed
+    return [pair for pair, fits in zip(claims, placed, strict=True) if fits]
 
 
 class _PayloadFile:

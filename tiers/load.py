@@ -11,7 +11,7 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ebbtide.tiers.digest import record_digest
-from ebbtide.tiers.disk import Get
+from ebbtide.tiers.disk_record import Get
 from ebbtide.tiers.memory import MemoryRecord, State
 from ebbtide.tiers.reasons import Miss, Place
 from ebbtide.tiers.runtime import VERIFY
@@ -19,7 +19,7 @@ from ebbtide.tiers.runtime import VERIFY
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ebbtide.tiers.disk import DiskRecord
+    from ebbtide.tiers.disk_record import DiskRecord
     from ebbtide.tiers.namespace import Namespace
     from ebbtide.tiers.store import Store
 
@@ -163,10 +163,10 @@ class Load:
             return True
         record = store.memory.find(self._epoch, key)
         if record is not None and record.state is State.WHOLE:
-            if not self._fits(record.slot_class.stride):
+            if not self._fits(record.stride):
                 return False
             store.memory.pin(record)
-            self._held_bytes += record.slot_class.stride
+            self._held_bytes += record.stride
             verify.append(_Step(position, record, Place.MEMORY))
             return True
         if record is not None and record.state is State.READING:
@@ -182,14 +182,14 @@ class Load:
         if on_disk.length > store.memory.space.largest_bytes:
             failures.append((position, store.too_large(on_disk)))
             return True
-        if not self._fits(on_disk.slot_class.stride):
+        if not self._fits(store.memory.space.stride(on_disk.length)):
             return False
         promoted = store.place_for_load(self, self._namespace, key, on_disk.length)
         if promoted is None:
             self._wants_slot = True
             return False
         store.disk.pin(on_disk)  # what the rest of this batch sets off must not evict it
-        self._held_bytes += promoted.slot_class.stride
+        self._held_bytes += promoted.stride
         read.append((_Step(position, promoted, Place.DISK), on_disk))
         return True
 
@@ -208,7 +208,7 @@ class Load:
         record.waiting.append(wake)
 
     def _let_go(self, record: MemoryRecord) -> None:
-        self._held_bytes -= record.slot_class.stride
+        self._held_bytes -= record.stride
         self._store.memory.unpin(record)
         self._store.slots_freed()
 
@@ -258,7 +258,7 @@ class Load:
         store, disk = self._store, self._store.disk
         assert disk is not None
         gets = [
-            Get(on_disk, store.view(step.record, step.record.slot_class.stride))
+            Get(on_disk, store.view(step.record, step.record.stride))
             for step, on_disk in zip(steps, disk_records, strict=True)
         ]
 
@@ -301,10 +301,9 @@ class Load:
             return
         batch, self._next_batch = self._next_batch, self._next_batch + 1
         self._batches[batch] = [step.record for step in steps]
-        offset_of = self._store.memory.space.offset
         self._sink.batch(
             batch,
-            [Granted(s.position, s.record.length, s.source, offset_of(s.record)) for s in steps],
+            [Granted(s.position, s.record.length, s.source, s.record.offset) for s in steps],
         )
 
     def _chunks(self, steps: list[_Step]) -> list[list[_Step]]:
@@ -312,7 +311,7 @@ class Load:
         chunks: list[list[_Step]] = []
         size = self._store.bounds.job_bytes
         for step in steps:
-            stride = step.record.slot_class.stride
+            stride = step.record.stride
             if size + stride > self._store.bounds.job_bytes:
                 chunks.append([])
                 size = 0

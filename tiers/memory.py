@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ebbtide.errors import MisuseError
 from ebbtide.tiers.digest import record_seed
-from ebbtide.tiers.segments import Resident, SegmentSpace
+from ebbtide.tiers.segments import SegmentSpace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,8 +28,8 @@ class State(IntEnum):
     WHOLE = 3
 
 
-class MemoryRecord(Resident):
-    """One record in the arena."""
+class MemoryRecord:
+    """One record in the arena: `length` bytes of payload in `stride` bytes at `offset`."""
 
     __slots__ = (
         "digest",
@@ -37,10 +37,13 @@ class MemoryRecord(Resident):
         "doomed",
         "epoch",
         "key",
+        "length",
+        "offset",
         "pins",
         "seed",
         "sequence",
         "state",
+        "stride",
         "waiting",
     )
 
@@ -51,6 +54,8 @@ class MemoryRecord(Resident):
         self.sequence = sequence
         self.state = state
         self.digest = b""
+        self.length = self.stride = 0
+        self.offset = -1  # before it is placed
         self.pins = 0
         self.dirty = False  # whole, but no disk tier holds it
         self.doomed = False  # out of the index; the slot goes with the last pin
@@ -85,12 +90,14 @@ class MemoryTier:
 
     def place(self, record: MemoryRecord, length: int) -> bool:
         """Take a free slot for a new record, pinned by whoever fills it. False: evict first."""
-        if not self.space.place(record, length):
+        offset = self.space.place(record, length)
+        if offset is None:
             return False
+        record.offset, record.length, record.stride = offset, length, self.space.stride(length)
         self.index(record.epoch)[record.key] = record
         self.records += 1
         if record.state is State.RESERVED:
-            self.reserved_bytes += record.slot_class.stride
+            self.reserved_bytes += record.stride
         self.pin(record)
         return True
 
@@ -100,27 +107,27 @@ class MemoryTier:
         `dirty_since` None: a disk tier holds the same record already.
         """
         if record.state is State.RESERVED:
-            self.reserved_bytes -= record.slot_class.stride
+            self.reserved_bytes -= record.stride
         record.state = State.WHOLE
         record.digest = digest
         if dirty_since is not None:
             record.dirty = True
             self.dirty[record] = dirty_since
-            self.dirty_bytes += record.slot_class.stride
+            self.dirty_bytes += record.stride
 
     def clean(self, record: MemoryRecord) -> None:
         """A disk tier holds it now. No-op for a record that is clean or gone."""
         if record.dirty:
             record.dirty = False
             del self.dirty[record]
-            self.dirty_bytes -= record.slot_class.stride
+            self.dirty_bytes -= record.stride
 
     def soil(self, record: MemoryRecord, since: float) -> None:
         """The disk copy is lost again (a failed commit): only memory holds it."""
         if record.state is State.WHOLE and not record.dirty and not record.doomed:
             record.dirty = True
             self.dirty[record] = since
-            self.dirty_bytes += record.slot_class.stride
+            self.dirty_bytes += record.stride
 
     def pin(self, record: MemoryRecord, *, hide: bool = True) -> None:
         """Keep the slot until `unpin`. Pins count.
@@ -129,9 +136,9 @@ class MemoryTier:
         writing is no use of the record. Whoever evicts must look at `pins`.
         """
         if hide:
-            self.space.hide(record)
+            self.space.hide(record.offset)
         if record.pins == 0:
-            self.pinned_bytes += record.slot_class.stride
+            self.pinned_bytes += record.stride
         record.pins += 1
 
     def unpin(self, record: MemoryRecord) -> None:
@@ -140,15 +147,15 @@ class MemoryTier:
         record.pins -= 1
         if record.pins:
             return
-        self.pinned_bytes -= record.slot_class.stride
+        self.pinned_bytes -= record.stride
         if record.doomed:
             self._free(record)
         elif record.state is State.WHOLE:
-            self.space.expose(record)
+            self.space.expose(record.offset)
 
     def touch(self, record: MemoryRecord) -> None:
         """Somebody asked for it."""
-        self.space.touch(record)
+        self.space.touch(record.offset)
 
     def discard(self, record: MemoryRecord) -> None:
         """Out of the index at once; the slot is free now, or with its last pin."""
@@ -164,26 +171,33 @@ class MemoryTier:
 
     def _free(self, record: MemoryRecord) -> None:
         if record.state is State.RESERVED:
-            self.reserved_bytes -= record.slot_class.stride
-        self.space.remove(record)
+            self.reserved_bytes -= record.stride
+        self.space.remove(record, record.length, record.offset)
 
     def check_integrity(self) -> None:
         """Raise MisuseError when slots, pins or counters contradict each other. O(slots)."""
         self.space.check_integrity()
-        residents = list(self.space.residents())
-        live = {(r.epoch, r.key): r for r in residents if not r.doomed}
+        records = list(self.space.owners())
+        live = {(r.epoch, r.key): r for r in records if not r.doomed}
         if live != {(e, key): r for e, found in self._index.items() for key, r in found.items()}:
             raise MisuseError("The memory index and the slots disagree", records=len(live))
 
         def strides(of: Callable[[MemoryRecord], bool]) -> int:
-            return sum(record.slot_class.stride for record in residents if of(record))
+            return sum(record.stride for record in records if of(record))
 
         counted = (
             len(live),
+            sum(record.length for record in records),
             strides(lambda record: record.dirty),
             strides(lambda record: record.state is State.RESERVED),
             strides(lambda record: record.pins > 0),
         )
-        claimed = (self.records, self.dirty_bytes, self.reserved_bytes, self.pinned_bytes)
+        claimed = (
+            self.records,
+            self.space.payload_bytes,
+            self.dirty_bytes,
+            self.reserved_bytes,
+            self.pinned_bytes,
+        )
         if counted != claimed:
             raise MisuseError("Memory counters disagree", counted=counted, claimed=claimed)

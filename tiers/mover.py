@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from ebbtide.tiers.disk import Put
+from ebbtide.tiers.disk_record import Put
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -97,7 +97,7 @@ class Mover:
         refused: dict[MemoryRecord, None] = {}
         queue_bytes = self._bounds.write_queue_bytes
         for record in self._due():
-            if self._moving and self._moving_bytes + self._stride(record) > queue_bytes:
+            if self._moving and self._moving_bytes + record.stride > queue_bytes:
                 break
             if record in refused:
                 continue
@@ -131,21 +131,21 @@ class Mover:
             if not (self._draining or surplus > 0 or old or pressed > 0):
                 return
             pressed -= 1
-            surplus -= self._stride(record)
+            surplus -= record.stride
             yield record
 
     def _begin(self, record: MemoryRecord) -> Put:
         """Pinned until the payload is in the slab: the slot may not change under the write."""
         self._memory.pin(record, hide=False)
         self._moving.add(record)
-        self._moving_bytes += self._stride(record)
-        view = self._arena.view(self._memory.space.offset(record), self._stride(record))
+        self._moving_bytes += record.stride
+        view = self._arena.view(record.offset, record.stride)
 
         def done(failure: Miss | None) -> None:
             self._moving.discard(record)
-            self._moving_bytes -= self._stride(record)
+            self._moving_bytes -= record.stride
             if failure is None:
-                self.moved_bytes += self._stride(record)
+                self.moved_bytes += record.stride
                 self._memory.clean(record)
             self._memory.unpin(record)
             self._wake()
@@ -173,7 +173,3 @@ class Mover:
                 if delay_s > 0.0:  # else the queue is full, and the write that ends comes back here
                     self._timer = self._runtime.call_later(delay_s, self.run)
                 return
-
-    @staticmethod
-    def _stride(record: MemoryRecord) -> int:
-        return record.slot_class.stride

@@ -29,10 +29,10 @@ class Pins:
             if record is None or record.state is not State.WHOLE:
                 continue
             if record not in self._counts:
-                if self._bytes + record.slot_class.stride > self._bytes_max:
+                if self._bytes + record.stride > self._bytes_max:
                     break
                 self._counts[record] = 0
-                self._bytes += record.slot_class.stride
+                self._bytes += record.stride
             self._counts[record] += 1
             self._memory.pin(record)
             pinned += 1
@@ -65,4 +65,4 @@ class Pins:
     def _forget_unpinned(self, record: MemoryRecord) -> None:
         if self._counts.get(record) == 0:
             del self._counts[record]
-            self._bytes -= record.slot_class.stride
+            self._bytes -= record.stride

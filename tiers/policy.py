@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 NIL = -1
 
@@ -40,6 +44,10 @@ class EvictionPolicy(Protocol):
         """The slot became evictable; it is the most recent."""
         ...
 
+    def insert_all(self, slots: Ints, stamps: Ints) -> None:
+        """The same for many, each once and absent, coldest first, with these stamps."""
+        ...
+
     def touch(self, slot: int) -> None:
         """Somebody asked for it."""
         ...
@@ -64,6 +72,10 @@ class EvictionPolicy(Protocol):
         """Recency on the medium's shared clock: larger is more recent. Any slot, also pinned
         ones.
         """
+        ...
+
+    def stamps(self) -> Ints:
+        """A copy of all slots' stamps."""
         ...
 
 
@@ -98,6 +110,20 @@ class LRU:
         self._length += 1
         self._link_last(slot)
 
+    def insert_all(self, slots: Ints, stamps: Ints) -> None:
+        if not len(slots):
+            return
+        following, previous = np.asarray(self._next), np.asarray(self._previous)
+        following[slots[:-1]], previous[slots[1:]] = slots[1:], slots[:-1]
+        np.asarray(self._stamp)[slots] = stamps
+        np.frombuffer(self._present, np.uint8)[slots] = 1
+        first, last = int(slots[0]), int(slots[-1])
+        self._link_last(first)
+        self._next[first] = int(slots[1]) if len(slots) > 1 else NIL
+        self._next[last] = NIL
+        self._tail = last
+        self._length += len(slots)
+
     def touch(self, slot: int) -> None:
         self._stamp[slot] = self._clock.tick()
         if slot != self._tail:
@@ -124,6 +150,9 @@ class LRU:
 
     def stamp(self, slot: int) -> int:
         return self._stamp[slot]
+
+    def stamps(self) -> Ints:
+        return np.array(self._stamp, np.int64)
 
     def stamp_absent(self, slot: int) -> None:
         self._stamp[slot] = self._clock.tick()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from ebbtide.tiers.digest import record_digest
+from ebbtide.tiers.key_index import NO_ROW
 from ebbtide.tiers.memory import State
 from ebbtide.tiers.reasons import Miss
 from ebbtide.tiers.runtime import VERIFY
@@ -47,10 +48,10 @@ class Reservations:
         store = self._store
         stride = store.memory.space.stride(length)
         reserved_max = self._reserved_bytes_max(stride)
-        on_disk = store.disk_index(namespace)
+        on_disk = store.disk_rows(namespace, keys).tolist()
         grants: list[Grant] = []
-        for key in keys:
-            if store.memory.find(namespace.epoch, key) is not None or key in on_disk:
+        for key, row in zip(keys, on_disk, strict=True):
+            if store.memory.find(namespace.epoch, key) is not None or row != NO_ROW:
                 grants.append(NOTHING_TO_DO)
                 continue
             record = None
@@ -63,7 +64,7 @@ class Reservations:
                 return grants, Miss.BUSY
             self._records[record.sequence] = record
             self._holdings.setdefault(engine, set()).add(record.sequence)
-            grants.append(Grant(store.memory.space.offset(record), record.sequence))
+            grants.append(Grant(record.offset, record.sequence))
         return grants, None
 
     def commit(
@@ -76,8 +77,8 @@ class Reservations:
         digests: dict[int, bytes] = {}
 
         def take(record: MemoryRecord) -> None:
-            slot = store.view(record, record.slot_class.stride)
-            slot[record.length :] = bytes(record.slot_class.stride - record.length)
+            slot = store.view(record, record.stride)
+            slot[record.length :] = bytes(record.stride - record.length)
             digests[record.sequence] = record_digest(slot[: record.length], record.seed)
 
         def taken(outcomes: list[BaseException | None]) -> None:

@@ -20,7 +20,6 @@ from ebbtide.tiers.disk import DiskTier
 
 if TYPE_CHECKING:
     from ebbtide.tiers.commit import _Batch
-    from ebbtide.tiers.disk import DiskRecord
 
 MIB = 1 << 20
 CAPACITY_BYTES = 8 * MIB
@@ -42,8 +41,8 @@ def plant(order: str) -> None:
         Committer._commit = commit  # type: ignore[method-assign]
     elif order == "reuse_before_commit":
 
-        def free(self: DiskTier, record: DiskRecord) -> None:
-            self.space.remove(record)
+        def free(self: DiskTier, row: int) -> None:
+            self.index.free(row)
 
         DiskTier._free_after_commit = free  # type: ignore[method-assign]
     elif order:

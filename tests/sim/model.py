@@ -62,8 +62,8 @@ class Model:
         assert memory.space.used_bytes <= memory.space.capacity_bytes
         written = [slot.span for engine in self.engines for slot in engine.slots.values()]
         held = sum(end - start for start, end in written)
-        reserved = [r for r in memory.space.residents() if r.state is State.RESERVED]
-        assert held <= sum(r.slot_class.stride for r in reserved) == memory.reserved_bytes
+        reserved = [r for r in memory.space.owners() if r.state is State.RESERVED]
+        assert held <= sum(r.stride for r in reserved) == memory.reserved_bytes
         assert memory.reserved_bytes <= memory.space.capacity_bytes - ALIGNMENT
         if not self.plan.flips:
             corrupt = store.counts["memory_corrupt"], store.disk.corrupt if store.disk else 0
@@ -132,7 +132,7 @@ class Model:
 
     def _on_disk(self) -> set[tuple[int, bytes]]:
         disk = self.sim.store.disk
-        return {(e, key) for e in disk.digests for key in disk.index(e)} if disk else set()
+        return {(e, key) for e in disk.digests for key in disk.keys(e)} if disk else set()
 
     def _reopened(self) -> None:
         """A new process over the old device: engines start anew, and no entry names bad bytes."""
@@ -146,12 +146,10 @@ class Model:
         disk, bad = self.sim.store.disk, set[tuple[str, bytes]]()
         for name in NAMES if disk else ():
             space = self.namespace(name)
-            for key, record in disk.index(space.epoch).items() if disk else ():
-                assert disk is not None
-                assert key in self.may_hold[name], "a key that was reset is back"
-                offset = disk.space.offset(record)
-                payload = self.sim.device.image[offset : offset + record.length]
-                if record_digest(payload, record_seed(space.digest, key)) != record.digest:
-                    bad.add((name, key))
+            for record in disk.index.records_of(space.epoch) if disk else ():
+                assert record.key in self.may_hold[name], "a key that was reset is back"
+                payload = self.sim.device.image[record.offset : record.offset + record.length]
+                if record_digest(payload, record_seed(space.digest, record.key)) != record.digest:
+                    bad.add((name, record.key))
         assert bad <= self.damaged, f"entries that name bytes of something else: {bad}"
         self.damaged = bad

@@ -203,7 +203,7 @@ class World(Model):
     def flip_memory(self) -> None:
         """A bit turns in a whole record that nobody has been given."""
         memory = self.sim.store.memory
-        resting = [r for r in memory.space.residents() if r.state is State.WHOLE and not r.pins]
+        resting = [r for r in memory.space.owners() if r.state is State.WHOLE and not r.pins]
         if resting and self.plan.flips:
             record = self.random.choice(resting)
             self.sim.store.view(record, record.length)[self.random.randrange(record.length)] ^= 1
@@ -211,10 +211,10 @@ class World(Model):
 
     def flip_disk(self) -> None:
         disk, slab = self.sim.store.disk, self.sim.slab
-        records = list(disk.space.residents()) if disk is not None else []
-        if records and self.plan.flips and disk is not None and slab is not None:
-            record = self.random.choice(records)
-            offset = disk.space.offset(record) + self.random.randrange(record.length)
+        rows = list(disk.space.owners()) if disk is not None else []
+        if rows and self.plan.flips and disk is not None and slab is not None:
+            record = disk.index.record(self.random.choice(rows))
+            offset = record.offset + self.random.randrange(record.length)
             slab.flip_at_rest(offset, self.random.randrange(8))
             self._damage(record.epoch, record.key)
 

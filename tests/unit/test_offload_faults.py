@@ -99,7 +99,7 @@ def test_p39_a_block_that_the_disk_does_not_give_back(
         rig.read_one_by_one()
         assert rig.store.disk is not None
         name = rig.hashes(PROMPT)[FAILED_BLOCK]
-        device.place = rig.store.disk.space.offset(rig.disk_records()[name])
+        device.place = rig.disk_records()[name].offset
         (output,) = rig.ask([PROMPT])
         assert_recomputed_from_the_failed_block_on(rig, output, reference, "disk", reason)
         assert rig.store.counts[reason] == 1

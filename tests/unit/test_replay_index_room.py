@@ -7,6 +7,8 @@ from collections import deque
 from contextlib import closing
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ebbtide.tiers.directory import Geometry
 from ebbtide.tiers.index import DurableIndex, Entry, IndexBatch
 
@@ -35,5 +37,5 @@ def test_a_full_index_has_room_for_any_churn(tmp_path: Path) -> None:
                 batch.add(Entry(1, held[-1], 0, 4096, sequence * 4096, sequence, bytes(16)))
             index.commit(batch)
             if number % 5 == 0:
-                index.save_recency(list(range(len(held))))
+                index.save_recency(np.arange(len(held)))
         assert sum(1 for _ in index.entries()) == len(held)

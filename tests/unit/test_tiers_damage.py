@@ -86,8 +86,8 @@ class Closed:
         assert disk is not None
         for space in SPACES:
             epoch = sim.namespace(space).epoch
-            for key, record in disk.index(epoch).items():
-                yield (space, key), (epoch, disk.space.offset(record))
+            for record in disk.index.records_of(epoch):
+                yield (space, record.key), (epoch, record.offset)
 
     def some(self, count: int) -> list[Name]:
         return self.draw.sample(sorted(self.places), count)

@@ -11,6 +11,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 import lmdb
+import numpy as np
 import pytest
 
 from ebbtide.errors import ConfigError
@@ -237,7 +238,7 @@ def fill_index(place: Path, records: int) -> None:
         batch.add(Entry(1, key_of(n), 0, PAGE, n * PAGE, n + 1, bytes(16)))
     with closing(DurableIndex(str(place / "index"), 4 * MIB)) as index:
         index.commit(batch)
-        index.save_recency(list(range(1, records + 1)))
+        index.save_recency(np.arange(1, records + 1))
 
 
 def test_p61_a_smaller_capacity_shrinks_the_index_too(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def disk_of(sim: SimStore) -> DiskTier:
 
 
 def held(sim: SimStore) -> set[bytes]:
-    return set(disk_of(sim).index(sim.namespace().epoch))
+    return set(disk_of(sim).keys(sim.namespace().epoch))
 
 
 # -- failing devices ------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def test_bytes_of_another_record_do_not_verify(sim: SimStore) -> None:
     one, two = (disk.find(space.epoch, key_of(n)) for n in (1, 2))
     assert one is not None
     assert two is not None
-    start, other = disk.space.offset(one), disk.space.offset(two)
+    start, other = one.offset, two.offset
     sim.device.image[start : start + PAGE] = sim.device.image[other : other + PAGE]
     assert sim.get(space, [key_of(1), key_of(2)]) == [
         Miss.CORRUPT,

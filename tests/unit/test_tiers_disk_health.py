@@ -248,7 +248,7 @@ def test_a_slot_that_showed_wrong_bytes_is_not_used_again(sim: SimStore) -> None
     assert sim.drain()
     record = disk.find(space.epoch, key_of(0))
     assert record is not None
-    bad = disk.space.offset(record)
+    bad = record.offset
     fail(sim, "read", Fault.FLIP)
     assert sim.get(space, keys(0, 1)) == [Miss.CORRUPT]
     assert (disk.corrupt, disk.quarantined_bytes) == (1, PAGE)
@@ -257,7 +257,7 @@ def test_a_slot_that_showed_wrong_bytes_is_not_used_again(sim: SimStore) -> None
         sim.runtime.settle()
     assert sim.drain()
     assert disk.down is None
-    used = {disk.space.offset(each) for each in disk.index(space.epoch).values()}
+    used = {each.offset for each in disk.index.records_of(space.epoch)}
     assert len(used) > 50
     assert bad not in used
     disk.check_integrity()

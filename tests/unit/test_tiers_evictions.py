@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.things import Thing, fill, remove
 
 from ebbtide.tiers.policy import LRU, RecencyClock
-from ebbtide.tiers.segments import SCAN_MAX, Resident, SegmentSpace
+from ebbtide.tiers.segments import SCAN_MAX, SegmentSpace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,30 +21,13 @@ MIB = 1 << 20
 SIZES = (10_496, 18_432, 41_984, 1_124_352)
 
 
-class Thing(Resident):
-    """A resident with nothing of its own."""
-
-
-def anything(resident: Thing) -> bool:
+def anything(thing: Thing) -> bool:
     return True
 
 
-def refuse(resident: Thing, looked: list[Thing]) -> bool:
-    looked.append(resident)
+def refuse(thing: Thing, looked: list[Thing]) -> bool:
+    looked.append(thing)
     return False
-
-
-def fill(space: SegmentSpace[Thing], length: int, count: int | None = None) -> list[Thing]:
-    """Place exposed residents until `count` or until nothing is free."""
-    placed: list[Thing] = []
-    while count is None or len(placed) < count:
-        thing = Thing()
-        if not space.place(thing, length):
-            assert count is None
-            break
-        space.expose(thing)
-        placed.append(thing)
-    return placed
 
 
 # -- bounded work and memory ----------------------------------------------------------------------
@@ -74,7 +58,7 @@ def work(space: SegmentSpace[Thing], length: int, evictions: int, keep: set[Thin
         segments = Counted(space._by_touch)
         space._by_touch = segments
         for victim in space.victims(length, evictable):
-            space.remove(victim)
+            remove(space, victim)
         fill(space, length, 1)
         worst = max(worst, looked + segments.seen)
     return worst
@@ -92,7 +76,7 @@ def test_p88_a_pinned_cold_segment_of_another_size_costs_nothing(segments: int) 
     """It can never be drained, so it stays the coldest of all for ever."""
     space = SegmentSpace[Thing](segments * 64 * PAGE, segment_bytes=64 * PAGE)
     pinned = fill(space, 2 * PAGE, 32)
-    space.hide(pinned[-1])
+    space.hide(pinned[-1].offset)
     fill(space, PAGE)
     assert work(space, PAGE, 200, set()) <= 3
 
@@ -101,7 +85,7 @@ def test_p88_a_pinned_cold_segment_of_another_size_costs_nothing(segments: int) 
 def test_p88_where_nothing_can_go_no_slot_is_looked_at(segments: int) -> None:
     space = SegmentSpace[Thing](segments * 64 * PAGE, segment_bytes=64 * PAGE)
     for thing in fill(space, PAGE):
-        space.hide(thing)
+        space.hide(thing.offset)
     looked: list[Thing] = []
     for length in (PAGE, 2 * PAGE):
         assert space.victims(length, lambda thing: refuse(thing, looked)) == []
@@ -123,7 +107,7 @@ def test_reusing_a_slot_for_ever_keeps_the_lists_short() -> None:
     fill(space, PAGE)
     for _ in range(1000):
         (victim,) = space.victims(PAGE, anything)
-        space.remove(victim)
+        remove(space, victim)
         fill(space, PAGE, 1)
     (slot_class,) = space.classes.values()
     assert len(slot_class.open_positions) <= 1

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import cbor2
 import lmdb
+import numpy as np
 import pytest
 import xxhash
 
@@ -133,9 +134,9 @@ def test_the_last_operation_on_a_key_wins(path: Path) -> None:
 def test_recency_is_packed_sequences_in_chunks_coldest_first(path: Path, count: int) -> None:
     sequences = list(range(count, 0, -1))
     with closing(DurableIndex(str(path), MAP_BYTES)) as index:
-        index.save_recency(list(range(3 * RECENCY_CHUNK)))
-        index.save_recency(sequences)
-        assert index.recency() == sequences
+        index.save_recency(np.arange(3 * RECENCY_CHUNK))
+        index.save_recency(np.array(sequences))
+        assert index.recency().tolist() == sequences
     found = raw(path, b"meta")
     assert list(found) == [b"recency/%08d" % n for n in range(-(-count // 8192))]
     if count:

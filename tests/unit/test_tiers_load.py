@@ -115,7 +115,7 @@ def test_failures_are_told_before_done_also_to_a_holder_that_acks_at_once(tmp_pa
         bad = sim.store.disk.find(space.epoch, keys[1])
         assert bad is not None
         assert sim.slab is not None
-        sim.slab.flip_at_rest(sim.store.disk.space.offset(bad))
+        sim.slab.flip_at_rest(bad.offset)
         loads: list[Load] = []
 
         def ack_now(batch: int, granted: list[Granted]) -> None:

@@ -62,7 +62,7 @@ def test_more_dirty_bytes_than_allowed_are_written_at_once_oldest_first(tmp_path
         assert sim.store.memory.dirty_bytes == 10 * PAGE
         space = sim.namespace()
         assert sim.store.disk is not None
-        assert [k in sim.store.disk.index(space.epoch) for k in keys] == [True] * 6 + [False] * 10
+        assert [sim.store.disk.holds(space.epoch, k) for k in keys] == [True] * 6 + [False] * 10
 
 
 def test_a_record_is_written_once_and_promotion_keeps_the_disk_copy(tmp_path: Path) -> None:

@@ -5,38 +5,23 @@ from __future__ import annotations
 from collections import OrderedDict
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tests.things import Thing, fill, place, remove
 
 from ebbtide.errors import ConfigError, MisuseError
-from ebbtide.tiers.segments import Resident, SegmentSpace, segment_bytes_for
+from ebbtide.tiers.segments import SegmentSpace, segment_bytes_for
 
 PAGE = 4096
 MIB = 1 << 20
 SIZES = (10_496, 18_432, 41_984, 1_124_352)
 
 
-class Thing(Resident):
-    """A resident with nothing of its own."""
-
-
-def anything(resident: Thing) -> bool:
+def anything(thing: Thing) -> bool:
     return True
-
-
-def fill(space: SegmentSpace[Thing], length: int, count: int | None = None) -> list[Thing]:
-    """Place exposed residents until `count` or until nothing is free."""
-    placed: list[Thing] = []
-    while count is None or len(placed) < count:
-        thing = Thing()
-        if not space.place(thing, length):
-            assert count is None
-            break
-        space.expose(thing)
-        placed.append(thing)
-    return placed
 
 
 # -- counts ---------------------------------------------------------------------------------------
@@ -57,9 +42,9 @@ def test_p94_sizes_together_take_a_segment_each_and_waste_only_their_tails() -> 
     space = SegmentSpace[Thing](64 * MIB)
     placed = {length: fill(space, length, space.slots_for(length) // 4) for length in SIZES}
     assert [len(placed[length]) for length in SIZES] == [4 * 341, 4 * 204, 4 * 93, 4 * 3]
-    assert not any(space.place(Thing(), length) for length in SIZES)
+    assert not any(place(space, Thing(), length) for length in SIZES)
     space.check_integrity()
-    offsets = sorted((space.offset(t), t.slot_class.stride) for ts in placed.values() for t in ts)
+    offsets = sorted((t.offset, t.stride) for ts in placed.values() for t in ts)
     ends = [start + stride for start, stride in offsets]
     assert all(end <= start for end, (start, _) in zip(ends, offsets[1:], strict=False))
     payload = sum(t.length for ts in placed.values() for t in ts)
@@ -100,28 +85,28 @@ def test_the_last_segment_may_be_shorter_and_serves_what_fits() -> None:
 def test_a_record_that_no_segment_holds_is_refused_with_the_numbers() -> None:
     space = SegmentSpace[Thing](64 * MIB)
     with pytest.raises(ConfigError, match=r"record_bytes=4194305, segment_bytes=4194304"):
-        space.place(Thing(), 4 * MIB + 1)
+        place(space, Thing(), 4 * MIB + 1)
     with pytest.raises(MisuseError):
-        space.place(Thing(), 0)
+        place(space, Thing(), 0)
 
 
 def test_freeing_a_slot_twice_is_a_misuse() -> None:
     space = SegmentSpace[Thing](4 * PAGE)
     first, second = fill(space, PAGE, 2)
-    space.remove(first)
+    remove(space, first)
     with pytest.raises(MisuseError, match="freed twice"):
-        space.remove(first)
-    space.remove(second)
-    with pytest.raises(MisuseError, match="freed twice"):
-        space.remove(second)
+        remove(space, first)
+    remove(space, second)
+    with pytest.raises(MisuseError, match="Nobody has a slot there"):
+        remove(space, second)
 
 
 def test_an_empty_segment_serves_any_size_again() -> None:
     space = SegmentSpace[Thing](8 * MIB)
     small = fill(space, PAGE)
-    assert not space.place(Thing(), 2 * MIB)
+    assert not place(space, Thing(), 2 * MIB)
     for thing in small[:1024]:
-        space.remove(thing)
+        remove(space, thing)
     assert len(fill(space, 2 * MIB)) == 2
     space.check_integrity()
 
@@ -132,7 +117,7 @@ def test_free_bytes_are_what_a_size_can_take() -> None:
     (thing,) = fill(space, PAGE, 1)
     assert space.free_bytes(PAGE) == 8 * MIB - PAGE
     assert space.free_bytes(2 * PAGE) == 4 * MIB
-    space.remove(thing)
+    remove(space, thing)
     assert space.free_bytes(2 * PAGE) == 8 * MIB
 
 
@@ -142,9 +127,9 @@ def test_free_bytes_are_what_a_size_can_take() -> None:
 def test_the_coldest_of_its_own_size_goes_when_nothing_is_colder() -> None:
     space = SegmentSpace[Thing](8 * MIB)
     things = fill(space, PAGE)
-    space.touch(things[0])
+    space.touch(things[0].offset)
     assert space.victims(PAGE, anything) == [things[1]]
-    space.hide(things[1])
+    space.hide(things[1].offset)
     assert space.victims(PAGE, anything) == [things[2]]
     assert space.victims(PAGE, lambda thing: thing is not things[2]) == [things[3]]
 
@@ -153,17 +138,17 @@ def test_a_new_size_drains_the_coldest_segment_whole() -> None:
     space = SegmentSpace[Thing](8 * MIB)
     things = fill(space, MIB)
     for thing in things[:4]:
-        space.touch(thing)
+        space.touch(thing.offset)
     assert set(space.victims(2 * MIB, anything)) == set(things[4:])
     for thing in things[4:]:
-        space.remove(thing)
-    assert space.place(Thing(), 2 * MIB)
+        remove(space, thing)
+    assert place(space, Thing(), 2 * MIB)
 
 
 def test_a_segment_with_one_pinned_record_is_not_drained() -> None:
     space = SegmentSpace[Thing](8 * MIB)
     things = fill(space, MIB)
-    space.hide(things[5])
+    space.hide(things[5].offset)
     assert set(space.victims(2 * MIB, anything)) == set(things[:4])
     assert space.victims(2 * MIB, lambda thing: thing is not things[0]) == []
 
@@ -173,7 +158,7 @@ def test_a_size_that_goes_cold_over_all_gives_its_segments_up() -> None:
     cold, warm = fill(space, MIB, 4), fill(space, 2 * MIB, 2)
     assert set(space.victims(2 * MIB, anything)) == set(cold)
     for thing in cold:
-        space.touch(thing)
+        space.touch(thing.offset)
     assert space.victims(2 * MIB, anything) == warm[:1]
 
 
@@ -191,7 +176,7 @@ class Space(RuleBasedStateMachine):
     @rule(length=st.sampled_from(lengths))
     def place(self, length: int) -> None:
         thing = Thing()
-        if self.space.place(thing, length):
+        if place(self.space, thing, length):
             self.residents.append(thing)
 
     def some(self, data: st.DataObject) -> Thing:
@@ -201,21 +186,21 @@ class Space(RuleBasedStateMachine):
     @rule(data=st.data())
     def expose(self, data: st.DataObject) -> None:
         thing = self.some(data)
-        self.space.expose(thing)
+        self.space.expose(thing.offset)
         self.order.setdefault(thing, None)
 
     @precondition(lambda self: self.residents)
     @rule(data=st.data())
     def hide(self, data: st.DataObject) -> None:
         thing = self.some(data)
-        self.space.hide(thing)
+        self.space.hide(thing.offset)
         self.order.pop(thing, None)
 
     @precondition(lambda self: self.residents)
     @rule(data=st.data())
     def touch(self, data: st.DataObject) -> None:
         thing = self.some(data)
-        self.space.touch(thing)
+        self.space.touch(thing.offset)
         if thing in self.order:
             self.order.move_to_end(thing)
 
@@ -225,7 +210,7 @@ class Space(RuleBasedStateMachine):
         self.forget(self.some(data))
 
     def forget(self, thing: Thing) -> None:
-        self.space.remove(thing)
+        remove(self.space, thing)
         self.residents.remove(thing)
         self.order.pop(thing, None)
 
@@ -235,28 +220,28 @@ class Space(RuleBasedStateMachine):
         victims = self.space.victims(length, lambda thing: thing not in spared)
         assert all(v in self.order and v not in spared for v in victims)
         stride = self.space.stride(length)
-        own = [t for t in self.order if t.slot_class.stride == stride and t not in spared]
+        own = [t for t in self.order if t.stride == stride and t not in spared]
         assert victims or not own
-        if len(victims) == 1 and victims[0].slot_class.stride == stride:
+        if len(victims) == 1 and victims[0].stride == stride:
             assert victims == own[:1]
         for victim in victims:
             self.forget(victim)
         if victims:
             thing = Thing()
-            assert self.space.place(thing, length)
+            assert place(self.space, thing, length)
             self.residents.append(thing)
 
     @invariant()
     def adds_up(self) -> None:
         self.space.check_integrity()
-        assert set(self.space.residents()) == set(self.residents)
+        assert set(self.space.owners()) == set(self.residents)
         assert self.space.payload_bytes == sum(t.length for t in self.residents)
         by_size: dict[int, list[Thing]] = {}
         for thing in self.order:
-            by_size.setdefault(thing.slot_class.stride, []).append(thing)
+            by_size.setdefault(thing.stride, []).append(thing)
         found: dict[int, list[Thing]] = {}
         for thing in self.space.coldest_first():
-            found.setdefault(thing.slot_class.stride, []).append(thing)
+            found.setdefault(thing.stride, []).append(thing)
         assert found == by_size
 
 
@@ -267,6 +252,16 @@ TestSpace = Space.TestCase
 # -- places that are restored ---------------------------------------------------------------------
 
 
+def place_all(space: SegmentSpace[Thing], places: list[tuple[int, int]]) -> list[Thing | None]:
+    """Things at these (length, offset); None for those that could not be."""
+    things = [Thing() for _ in places]
+    lengths, offsets = np.array(places, np.int64).reshape(-1, 2).T
+    placed = space.place_all(things, lengths, offsets)
+    for thing, (length, offset) in zip(things, places, strict=True):
+        thing.length, thing.offset, thing.stride = length, offset, space.stride(max(length, 1))
+    return [thing if fits else None for thing, fits in zip(things, placed, strict=True)]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_restored_places_are_the_same_and_the_rest_is_free(seed: int) -> None:
     random = Random(seed)
@@ -274,16 +269,29 @@ def test_restored_places_are_the_same_and_the_rest_is_free(seed: int) -> None:
     things = [t for length in SIZES for t in fill(before, length, before.slots_for(length) // 5)]
     random.shuffle(things)
     for thing in things[::2]:
-        before.remove(thing)
-    places = [(t.length, before.offset(t)) for t in before.residents()]
-    random.shuffle(places)
-    after, restored = SegmentSpace[Thing](64 * MIB), [Thing() for _ in places]
-    for thing, (length, offset) in zip(restored, places, strict=True):
-        assert after.place_at(thing, length, offset)
-    after.finish_placing()
+        remove(before, thing)
+    order = things[1::2]  # coldest first, over all sizes
+    for thing in order:
+        before.touch(thing.offset)
+    places = [(t.length, t.offset) for t in order]
+    after = SegmentSpace[Thing](64 * MIB)
+    restored = [thing for thing in place_all(after, places) if thing is not None]
+    assert len(restored) == len(places)
     after.check_integrity()
-    assert [(t.length, after.offset(t)) for t in restored] == places
+    assert not list(after.coldest_first())  # hidden until they are exposed
+    after.expose_all(np.array([offset for _, offset in places], np.int64))
+    after.check_integrity()
     assert after.used_bytes == before.used_bytes
+    assert after.payload_bytes == before.payload_bytes
+    old, new = list(before.coldest_first()), list(after.coldest_first())
+    by_size = sorted(old, key=lambda t: SIZES.index(t.length))
+    assert [t.offset for t in by_size] == [
+        t.offset for t in sorted(new, key=lambda t: SIZES.index(t.length))
+    ]
+    assert [t.offset for t in after.recency()()] == [t.offset for t in order]
+    for length in SIZES:
+        cold = [t.offset for t in before.victims(length, anything)]
+        assert [t.offset for t in after.victims(length, anything)] == cold
     for length in SIZES:
         assert len(fill(before, length)) == len(fill(after, length))
     after.check_integrity()
@@ -298,12 +306,21 @@ def test_restored_places_are_the_same_and_the_rest_is_free(seed: int) -> None:
         (3 * PAGE, 4 * MIB + 2 * PAGE),
         (PAGE, 8 * MIB),  # behind the end
         (PAGE, 1 << 62),
+        (PAGE, -PAGE),
+        (0, 4 * MIB),
         (4 * MIB, 4 * MIB + PAGE),  # over the end of its segment
     ],
 )
 def test_a_place_that_cannot_be_is_refused(length: int, offset: int) -> None:
     space = SegmentSpace[Thing](8 * MIB)
-    assert space.place_at(Thing(), PAGE, 0)
-    assert not space.place_at(Thing(), length, offset)
-    space.finish_placing()
+    first, second, third = place_all(space, [(PAGE, 0), (length, offset), (PAGE, PAGE)])
+    assert (first is not None, second, third is not None) == (True, None, True)
     space.check_integrity()
+    assert len(fill(space, PAGE)) == 2 * 1024 - 2
+
+
+def test_nothing_is_restored_from_nothing() -> None:
+    space = SegmentSpace[Thing](8 * MIB)
+    assert place_all(space, []) == []
+    space.expose_all(np.zeros(0, np.int64))
+    assert len(fill(space, PAGE)) == 2 * 1024

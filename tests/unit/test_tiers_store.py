@@ -26,13 +26,13 @@ def state_of(sim: SimStore) -> Any:
     store = sim.store
     memory = store.memory
     return (
-        [(r.key, r.state, r.pins, r.dirty, memory.space.stamp(r)) for r in store_order(sim)],
+        [(r.key, r.state, r.pins, r.dirty, memory.space.stamp(r.offset)) for r in store_order(sim)],
         memory.space.clock.now,
         (memory.records, memory.dirty_bytes, memory.reserved_bytes, memory.pinned_bytes),
         dict(store.counts),
         store.event_sequence,
         list(store.ghosts._reasons.items()),
-        [r.key for r in store.disk.space.coldest_first()] if store.disk else None,
+        list(store.disk.space.coldest_first()) if store.disk else None,
         store.disk.space.clock.now if store.disk else None,
         sim.runtime.idle,
     )
@@ -76,7 +76,8 @@ def test_a_touch_counts_in_every_tier_and_a_chain_loses_its_tail_first(tiered: S
     assert tiered.store.disk is not None
     coldest = [*keys_of(10, 11), *chain[::-1]]
     assert [r.key for r in tiered.store.memory.space.coldest_first()] == coldest
-    assert [r.key for r in tiered.store.disk.space.coldest_first()] == coldest
+    table = tiered.store.disk.index.table
+    assert [table.key(row) for row in tiered.store.disk.space.coldest_first()] == coldest
 
 
 def test_a_miss_says_why(tiered: SimStore) -> None:

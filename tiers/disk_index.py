@@ -1,0 +1,223 @@
+"""The index of the disk tier: which record lies in which slot of the slab, and in what state.
+
+Knows rows, slots, states and pins; moves no bytes. The same in LMDB is `tiers.index`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ebbtide.errors import MisuseError
+from ebbtide.tiers.disk_record import DiskRecord, DiskState
+from ebbtide.tiers.key_index import NO_ROW, KeyIndex
+from ebbtide.tiers.record_table import RecordTable
+from ebbtide.tiers.segments import SegmentSpace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ebbtide.tiers.directory import Geometry
+    from ebbtide.tiers.record_table import Columns
+    from ebbtide.tiers.segments import Bools, Ints
+
+LEAVING_ROWS_MIN = 64
+
+_WRITING, _WHOLE = int(DiskState.WRITING), int(DiskState.WHOLE)
+_LEAVING, _BAD = int(DiskState.LEAVING), int(DiskState.BAD)
+
+
+class DiskIndex:
+    """Control thread only; O(1) per record where nothing else is said."""
+
+    def __init__(self, geometry: Geometry, records_max: int) -> None:
+        self.space: SegmentSpace[int] = SegmentSpace(
+            geometry.slab_bytes,
+            alignment=geometry.alignment,
+            segment_bytes=geometry.segment_bytes,
+        )
+        self.records_max = records_max
+        # Rows of records that are leaving come on top of those that count.
+        self.table = RecordTable(records_max + records_max // 4 + LEAVING_ROWS_MIN)
+        self._keys = KeyIndex(self.table)
+
+    # -- looking --------------------------------------------------------------------------------
+
+    @property
+    def records(self) -> int:
+        """Records that are held or being written."""
+        return self._keys.count
+
+    def find(self, epoch: int, key: bytes) -> int:
+        """The row of a record that is held or being written, or NO_ROW."""
+        return self._keys.find(epoch, key)
+
+    def find_many(self, epoch: int, keys: Sequence[bytes]) -> Ints:
+        """The same of many, at a tenth of the cost per key."""
+        return self._keys.find_many(epoch, keys)
+
+    def rows_of(self, epoch: int) -> list[int]:
+        """Of the records of an epoch that are held or being written. O(rows), vectorised."""
+        rows = self.table.rows_of(epoch)
+        states = self.table.state[rows]
+        found: list[int] = rows[(states == _WRITING) | (states == _WHOLE)].tolist()
+        return found
+
+    def records_of(self, epoch: int) -> list[DiskRecord]:
+        """The same, with all that is known of each. O(rows), a microsecond per record."""
+        return [self.record(row) for row in self.rows_of(epoch)]
+
+    def is_whole(self, row: int) -> bool:
+        """Whether it can be read now."""
+        return self.table.state_of[row] == _WHOLE
+
+    def is_bad(self, row: int) -> bool:
+        """Whether it has shown wrong bytes."""
+        return self.table.state_of[row] == _BAD
+
+    def record(self, row: int) -> DiskRecord:
+        """What the row says."""
+        table = self.table
+        return DiskRecord(
+            row,
+            table.epoch_of(row),
+            table.key(row),
+            table.length_of[row],
+            table.offset_of[row],
+            table.sequence_of[row],
+            table.digest_of(row),
+        )
+
+    def stride(self, row: int) -> int:
+        """Bytes of its slot."""
+        return self.space.stride(self.table.length_of[row])
+
+    # -- arriving -------------------------------------------------------------------------------
+
+    def place(self, epoch: int, key: bytes, length: int, sequence: int, digest: bytes) -> int:
+        """A row and a slot for a record that is to be written. NO_ROW: something must go first."""
+        if self.records >= self.records_max or self.table.is_full:
+            return NO_ROW
+        row = self.table.add(epoch, key, length, sequence, digest)
+        self.table.state_of[row] = _WRITING
+        offset = self.space.place(row, length)
+        if offset is None:
+            self.table.free(row)
+            return NO_ROW
+        self.table.offset_of[row] = offset
+        self._keys.add(row)
+        return row
+
+    def written(self, row: int) -> None:
+        """It can be read, and evicted, from now on."""
+        self.table.state_of[row] = _WHOLE
+        self.expose(row)
+
+    def adopt(self, columns: Columns, order: Ints) -> Bools:
+        """Committed records, at opening, in a new index. Returns which of them could be.
+
+        Where two cannot both be, the one that comes first in `columns` is. `order`: places in
+        `columns`, coldest first. Vectorised: a second for a million.
+        """
+        table, count = self.table, min(len(columns.length), self.table.rows_max)
+        placed = np.zeros(len(columns.length), np.bool_)
+        table.adopt(columns.take(np.arange(count)), _WHOLE)
+        sizes, offsets = columns.length[:count], columns.offset[:count]
+        placed[:count] = self.space.place_all(range(count), sizes, offsets)
+        for row in np.flatnonzero(~placed[:count]).tolist():
+            table.free(row)
+        self._keys.add_many(np.flatnonzero(placed))
+        self.space.expose_all(columns.offset[order[placed[order]]])
+        return placed
+
+    def expose(self, row: int) -> None:
+        """It may be evicted from now on, as the most recent."""
+        self.space.expose(self.table.offset_of[row])
+
+    # -- staying --------------------------------------------------------------------------------
+
+    def touch(self, row: int) -> None:
+        """Somebody asked for it."""
+        self.space.touch(self.table.offset_of[row])
+
+    def pin(self, record: DiskRecord) -> None:
+        """Keep the slot until `unpin`. Raises MisuseError for a record that has gone."""
+        self.check_present(record)
+        if self.table.pins_of[record.row] == 0:
+            self.space.hide(record.offset)
+        self.table.pins_of[record.row] += 1
+
+    def unpin(self, row: int) -> bool:
+        """Give one pin back. True: it was the last, and the slot is to be freed."""
+        table = self.table
+        table.pins_of[row] -= 1
+        if table.pins_of[row]:
+            return False
+        if table.state_of[row] == _WHOLE:
+            self.expose(row)
+        return bool(table.state_of[row] == _LEAVING)
+
+    def check_present(self, record: DiskRecord) -> None:
+        """Raise MisuseError unless the record is still what it was when it was found."""
+        row = record.row
+        if not self.is_whole(row) or self.table.sequence_of[row] != record.sequence:
+            raise MisuseError("The record has gone since it was found", row=row)
+
+    def recency(self) -> Callable[[], Ints]:
+        """A snapshot: what it returns gives the sequences of all records, coldest first, in
+        whatever thread. 10 ms for a million records, and a second in that thread.
+        """
+        order, used = self.space.recency(), self.table.used
+        held = self.table.state[:used] == _WHOLE
+        sequences = self.table.sequence[:used].astype(np.int64)
+
+        def coldest_first() -> Ints:
+            rows = np.array(order(), np.int64)
+            found: Ints = sequences[rows[held[rows]]]
+            return found
+
+        return coldest_first
+
+    # -- leaving --------------------------------------------------------------------------------
+
+    def leave(self, row: int, *, bad: bool = False) -> bool:
+        """Nobody finds it any more. True: nobody reads it either, the slot is to be freed.
+
+        `bad`: its bytes were wrong, and its slot is not used again before the next opening.
+        """
+        table = self.table
+        self._keys.remove(row)
+        table.state_of[row] = _BAD if bad else _LEAVING
+        self.space.hide(table.offset_of[row])
+        return not bad and table.pins_of[row] == 0
+
+    def condemn(self, row: int) -> None:
+        """One that is leaving already has shown wrong bytes: its slot stays."""
+        self.table.state_of[row] = _BAD
+
+    def forget(self, row: int) -> None:
+        """It was never written after all: no committed entry ever named its slot."""
+        self._keys.remove(row)
+        self.free(row)
+
+    def free(self, row: int) -> None:
+        """Hand row and slot out again."""
+        table = self.table
+        self.space.remove(row, table.length_of[row], table.offset_of[row])
+        table.free(row)
+
+    def check_integrity(self) -> None:
+        """Raise MisuseError when slots, rows and keys contradict each other. O(slots)."""
+        self.space.check_integrity()
+        table = self.table
+        owners = sorted(self.space.owners())
+        in_use = np.flatnonzero(table.state[: table.used]).tolist()
+        if owners != in_use:
+            raise MisuseError("Rows and slots disagree", rows=len(in_use), slots=len(owners))
+        if sum(table.length_of[row] for row in owners) != self.space.payload_bytes:
+            raise MisuseError("The payload is miscounted", claimed=self.space.payload_bytes)
+        live = [row for row in owners if table.state_of[row] in (_WRITING, _WHOLE)]
+        found = [self.find(table.epoch_of(row), table.key(row)) for row in live]
+        if live != found or len(live) != self.records:
+            raise MisuseError("The disk index and the slots disagree", records=self.records)
