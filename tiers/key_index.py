@@ -7,6 +7,7 @@ takes longer than a fraction of a millisecond.
 
 from __future__ import annotations
 
+import mmap
 import struct
 from typing import TYPE_CHECKING, Any
 
@@ -130,7 +131,10 @@ class KeyIndex:
     # -- inside ---------------------------------------------------------------------------------
 
     def _begin(self, size: int) -> None:
-        self._entries: Array = np.zeros(size, np.uint64)
+        # Filled at random places: in huge pages, each of the first additions would clear 2 MiB.
+        pages = mmap.mmap(-1, 8 * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages.madvise(mmap.MADV_NOHUGEPAGE)
+        self._entries: Array = np.frombuffer(pages, np.uint64)
         self._of = self._entries.data
         self._filled = 0  # entries that are not empty
 
