@@ -56,9 +56,9 @@ def _fillers(length: int, memory_tokens: int) -> int:
 class LengthRounds:
     """One prompt length. Every contestant is asked the same prompts in turn.
 
-    First, prompt by prompt: computed, and after a rest again, from the device. Then, when the tiers of
-    the designs with a disk hold them on disk alone: the device forgets, and the prompt comes back
-    from the tier; plain vLLM computes it again, and that is what it is compared with.
+    First, prompt by prompt: computed, and after a rest again, from the device. Then, when the tiers
+    of the designs with a disk hold them on disk alone: the device forgets, and the prompt comes
+    back from the tier; plain vLLM computes it again, and that is what it is compared with.
     """
 
     def __init__(self, length: int, small_memory_tokens: int) -> None:
