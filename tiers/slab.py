@@ -56,6 +56,8 @@ class SlabFile:
             if self.direct and not _direct_works(self._fd, size_bytes):
                 self.close()
                 self.direct, self._fd = False, _open(path, 0)
+            if not self.direct:  # what lies behind a record is no part of it: read nothing ahead
+                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
             on_failure.pop_all()
 
     def write(self, offset: int, views: Sequence[memoryview]) -> None:
@@ -69,6 +71,8 @@ class SlabFile:
         got = os.preadv(self._fd, views, offset)
         if got != wanted:
             raise OSError(errno.EIO, f"short read: {got} of {wanted} bytes at {offset}")
+        if not self.direct:
+            os.posix_fadvise(self._fd, offset, wanted, os.POSIX_FADV_DONTNEED)
 
     def sync(self) -> None:
         os.fdatasync(self._fd)

@@ -112,7 +112,7 @@ def test_nan_payloads_survive() -> None:
         assert not tensor[:, :2].any()
 
 
-def test_padded_pages_never_walk_off_the_buffer() -> None:
+def test_p20_padded_pages_never_walk_off_the_buffer() -> None:
     """P20: pages of 576 bytes every 640, the last one at the very end, guard bytes all around."""
     blocks, page, stride, offset = 6, 576, 640, 128
     buffer = random_bytes(offset + (blocks - 1) * stride + page, seed=1)

@@ -118,7 +118,7 @@ def test_a_file_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:
         Directory(str(tmp_path / "disk"), 16 * MIB)
 
 
-def test_a_second_opener_is_refused_and_told_the_owner(tmp_path: Path) -> None:
+def test_p18_a_second_opener_is_refused_and_told_the_owner(tmp_path: Path) -> None:
     first = Directory(str(tmp_path / "disk"), 16 * MIB)
     with pytest.raises(ConfigError, match=f"owner_pid={os.getpid()}"):
         Directory(str(tmp_path / "disk"), 16 * MIB)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import logging
+from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.disk_rig import EPOCH, DiskRig
 
 from ebbtide.testing import Fault, RecordingSink, SimStore
 from ebbtide.testing.conformance import key_of
+from ebbtide.testing.store import disk_bytes_for
 from ebbtide.tiers.bounds import Bounds
+from ebbtide.tiers.directory import INDEX_BYTES_MIN
+from ebbtide.tiers.index import DurableIndex, Entry, IndexBatch
 from ebbtide.tiers.reasons import Miss, Place
 from ebbtide.tiers.runtime import COMMIT, READ, WRITE
 
@@ -362,3 +367,22 @@ def test_a_full_index_takes_every_rewrite(tmp_path: Path) -> None:
         assert disk.records > 0.9 * disk.records_max
         assert sim.restart()
         assert disk_of(sim).records > 0.9 * disk.records_max
+
+
+def test_p21_a_record_of_an_unknown_codec_is_dropped_and_the_rest_is_served(tmp_path: Path) -> None:
+    """Each entry names its own codec: the chain ends before the one that nobody can decode."""
+    place, capacity = tmp_path / "d", disk_bytes_for(24 * PAGE)
+    with DiskRig(place, capacity, LENGTH) as rig:
+        assert rig.put(range(6)) == [None] * 6
+        assert rig.flush()
+        record = rig.disk.tier.find(EPOCH, key_of(4))
+        assert record is not None
+    changed = IndexBatch()
+    changed.add(Entry(EPOCH, record.key, 99, *record[3:]))
+    with closing(DurableIndex(str(place / "index"), INDEX_BYTES_MIN)) as index:
+        index.commit(changed)
+    with DiskRig(place, capacity, LENGTH) as rig:
+        assert rig.disk.dropped == 1
+        assert rig.held == {key_of(n) for n in (0, 1, 2, 3, 5)}
+        assert rig.put([4]) == [None]  # stored again as any other
+        assert rig.held == {key_of(n) for n in range(6)}

@@ -228,3 +228,23 @@ def test_a_reset_while_every_slot_is_being_written_lets_the_next_records_in(
         assert on_disk(sim) == 1
         assert sim.store.memory.pinned_bytes == 0
         sim.store.check_integrity()
+
+
+def test_p67_a_stop_with_little_time_leaves_prefixes_that_can_be_used(tmp_path: Path) -> None:
+    """What was stored first is written first: a chain's head before its tail."""
+    with sim_of(tmp_path, write_queue_bytes=2 * PAGE) as sim:
+        chain = put(sim, 20)
+        answers: list[bool] = []
+        sim.store.drain(1.0, answers.append)
+        sim.runtime.run_until(lambda: on_disk(sim) >= 7, 10_000)
+        sim.runtime.hold(WRITE)  # the drive hangs until the time is up
+        sim.runtime.pass_time(2.0)
+        assert answers == [False]
+        sim.runtime.let_go(WRITE)
+        sim.restart(clean=False)
+        space = sim.namespace()
+        places = list(sim.store.lookup(space, chain))
+        kept = places.count(Place.DISK)
+        assert 0 < kept < 20
+        assert places[:kept] == [Place.DISK] * kept
+        assert sim.get(space, chain[:kept]) == [sim.content(space, k, PAGE) for k in chain[:kept]]
