@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from ebbtide.tiers.commit import Committer
 from ebbtide.tiers.digest import record_digest, record_seed
 from ebbtide.tiers.disk_index import DiskIndex
-from ebbtide.tiers.index import CODEC_RAW, Entry
 from ebbtide.tiers.key_index import NO_ROW
 from ebbtide.tiers.reasons import Miss
 from ebbtide.tiers.record_table import KEY_BYTES_MAX
@@ -200,8 +199,10 @@ class DiskTier:
 
     def _evict(self, row: int) -> None:
         self.evicted += 1
-        self.on_evict(self.index.table.epoch_of(row), self.index.table.key(row))
-        self._discard(row)
+        table = self.index.table
+        epoch, key = table.epoch_of(row), table.key(row)
+        self.on_evict(epoch, key)
+        self._leave(row, epoch, key)
 
     def _write(self, placed: list[tuple[Put, int]]) -> None:
         if not placed:
@@ -238,7 +239,7 @@ class DiskTier:
         self.index.written(row)
         stride = self.index.stride(row)
         self.write_bytes += stride
-        self._committer.add(_entry(self.index.record(row)), stride)
+        self._committer.add(self.index.entry(row), stride)
         return None
 
     # -- reading --------------------------------------------------------------------------------
@@ -302,8 +303,12 @@ class DiskTier:
         self._discard(record.row)
 
     def _discard(self, row: int, *, bad: bool = False) -> None:
-        free = self.index.leave(row, bad=bad)
-        self._committer.remove(self.index.table.epoch_of(row), self.index.table.key(row))
+        table = self.index.table
+        self._leave(row, table.epoch_of(row), table.key(row), bad=bad)
+
+    def _leave(self, row: int, epoch: int, key: bytes, *, bad: bool = False) -> None:
+        free = self.index.leave(row, epoch, key, bad=bad)
+        self._committer.remove(epoch, key)
         if free:
             self._free_after_commit(row)
 
@@ -418,15 +423,3 @@ def _report_failures(
     if Miss.CORRUPT in results:
         count = results.count(Miss.CORRUPT)
         _log.warning("%d records on disk do not verify; they are misses from now on", count)
-
-
-def _entry(record: DiskRecord) -> Entry:
-    return Entry(
-        record.epoch,
-        record.key,
-        CODEC_RAW,
-        record.length,
-        record.offset,
-        record.sequence,
-        record.digest,
-    )

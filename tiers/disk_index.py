@@ -11,6 +11,7 @@ import numpy as np
 
 from ebbtide.errors import MisuseError
 from ebbtide.tiers.disk_record import DiskRecord, DiskState
+from ebbtide.tiers.index import CODEC_RAW, Entry
 from ebbtide.tiers.key_index import NO_ROW, KeyIndex
 from ebbtide.tiers.record_table import RecordTable
 from ebbtide.tiers.segments import SegmentSpace
@@ -89,9 +90,23 @@ class DiskIndex:
             table.digest_of(row),
         )
 
+    def entry(self, row: int) -> Entry:
+        """What the durable index is to say of it."""
+        table = self.table
+        return Entry(
+            table.epoch_of(row),
+            table.key(row),
+            CODEC_RAW,
+            table.length_of[row],
+            table.offset_of[row],
+            table.sequence_of[row],
+            table.digest_of(row),
+        )
+
     def stride(self, row: int) -> int:
         """Bytes of its slot."""
-        return self.space.stride(self.table.length_of[row])
+        alignment = self.space.alignment
+        return -(-self.table.length_of[row] // alignment) * alignment
 
     # -- arriving -------------------------------------------------------------------------------
 
@@ -106,7 +121,7 @@ class DiskIndex:
             self.table.free(row)
             return NO_ROW
         self.table.offset_of[row] = offset
-        self._keys.add(row)
+        self._keys.add(row, epoch, key)
         return row
 
     def written(self, row: int) -> None:
@@ -181,13 +196,13 @@ class DiskIndex:
 
     # -- leaving --------------------------------------------------------------------------------
 
-    def leave(self, row: int, *, bad: bool = False) -> bool:
+    def leave(self, row: int, epoch: int, key: bytes, *, bad: bool = False) -> bool:
         """Nobody finds it any more. True: nobody reads it either, the slot is to be freed.
 
         `bad`: its bytes were wrong, and its slot is not used again before the next opening.
         """
         table = self.table
-        self._keys.remove(row)
+        self._keys.remove(row, epoch, key)
         table.state_of[row] = _BAD if bad else _LEAVING
         self.space.hide(table.offset_of[row])
         return not bad and table.pins_of[row] == 0
@@ -198,7 +213,7 @@ class DiskIndex:
 
     def forget(self, row: int) -> None:
         """It was never written after all: no committed entry ever named its slot."""
-        self._keys.remove(row)
+        self._keys.remove(row, self.table.epoch_of(row), self.table.key(row))
         self.free(row)
 
     def free(self, row: int) -> None:

@@ -56,12 +56,13 @@ class KeyIndex:
         self._additions = 0
         self._begin(ENTRIES_MIN)
         self.count = 0
+        self._name, self._hash = (0, b""), _hash_one(0, b"")
 
     def find(self, epoch: int, key: bytes) -> int:
         """The row of a key, or NO_ROW. 2 us."""
         if len(key) > KEY_BYTES_MAX:
             return NO_ROW
-        hashed = _hash_one(epoch, key)
+        hashed = self._hash_of(epoch, key)
         row = self._probe(self._entries, self._of, hashed, epoch, key)
         if row == NO_ROW and self._old is not None:
             row = self._probe(self._old, self._old.data, hashed, epoch, key)
@@ -86,15 +87,14 @@ class KeyIndex:
                 rows[number] = self.find(epoch, keys[number])
         return rows
 
-    def add(self, row: int) -> None:
-        """A row whose key is not in the index."""
+    def add(self, row: int, epoch: int, key: bytes) -> None:
+        """A row of this name, which is not in the index."""
         if self._old is None and 2 * (self._filled + 1) > len(self._entries):
             self._old, self._moved = self._entries, 0
             # Not less than half: what is added before the move ends must find a place.
             wanted = max(_power_above(4 * (self.count + 1)), len(self._old) // 2)
             self._begin(max(ENTRIES_MIN, wanted))
-        table = self._table
-        hashed = _hash_one(table.epoch_of(row), table.key(row))
+        hashed = self._hash_of(epoch, key)
         entries, mask = self._of, len(self._entries) - 1
         position = hashed & mask
         while entries[position] != _EMPTY:
@@ -114,10 +114,9 @@ class KeyIndex:
         self._insert(np.concatenate([present, rows]))
         self.count = len(rows) + len(present)
 
-    def remove(self, row: int) -> None:
-        """A row that is in the index, with the key that it was added with."""
-        table = self._table
-        hashed = _hash_one(table.epoch_of(row), table.key(row))
+    def remove(self, row: int, epoch: int, key: bytes) -> None:
+        """A row that is in the index, under this name."""
+        hashed = self._hash_of(epoch, key)
         for entries in (self._entries,) if self._old is None else (self._entries, self._old):
             one, mask, wanted = entries.data, len(entries) - 1, _entry(hashed, row)
             position = hashed & mask
@@ -129,6 +128,13 @@ class KeyIndex:
         self.count -= 1
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _hash_of(self, epoch: int, key: bytes) -> int:
+        """A key that is to be added was looked for just before: its hash is known."""
+        name = epoch, key
+        if name != self._name:
+            self._name, self._hash = name, _hash_one(epoch, key)
+        return self._hash
 
     def _begin(self, size: int) -> None:
         # Filled at random places: in huge pages, each of the first additions would clear 2 MiB.

@@ -21,12 +21,12 @@ DIGEST = bytes(range(16))
 def add(index: KeyIndex, table: RecordTable, epoch: int, key: bytes) -> int:
     row = table.add(epoch, key, 100, 1, DIGEST)
     table.state_of[row] = 2
-    index.add(row)
+    index.add(row, epoch, key)
     return row
 
 
 def drop(index: KeyIndex, table: RecordTable, row: int) -> None:
-    index.remove(row)
+    index.remove(row, table.epoch_of(row), table.key(row))
     table.free(row)
 
 
@@ -113,8 +113,8 @@ def test_many_at_once_are_as_many_one_by_one() -> None:
     rows = [table.add(7, key, 1, 1, DIGEST) for key in keys]
     index.add_many(np.array(rows[::2]))
     assert index.find_many(7, keys).tolist() == [r if r % 2 == 0 else NO_ROW for r in rows]
-    for row in rows[1::2]:
-        index.add(row)
+    for row, key in zip(rows[1::2], keys[1::2], strict=True):
+        index.add(row, 7, key)
     assert index.find_many(7, keys).tolist() == rows
     assert index.count == 5000
 
