@@ -56,7 +56,8 @@ class KeyIndex:
         self._additions = 0
         self._begin(ENTRIES_MIN)
         self.count = 0
-        self._name, self._hash = (0, b""), _hash_one(0, b"")
+        self._name: tuple[int, bytes] | None = None  # the last one hashed
+        self._hash = 0
 
     def find(self, epoch: int, key: bytes) -> int:
         """The row of a key, or NO_ROW. 2 us."""

@@ -61,7 +61,7 @@ class OpenDisk:
         self._runtime = runtime
         self._wrap_slab = wrap_slab
         self._commit_batch_bytes = commit_batch_bytes or min(
-            COMMIT_BATCH_BYTES_MAX, capacity_bytes // 64
+            COMMIT_BATCH_BYTES_MAX, capacity_bytes // COMMIT_BATCH_SHARE
         )
         self._commit_interval_s = commit_interval_s
         self._records_max = records_max
