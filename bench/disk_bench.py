@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import sys
@@ -39,6 +40,7 @@ CAPACITY_BYTES, QUICK_CAPACITY_BYTES = 2048 * MIB, 512 * MIB
 QUICK_PAIRS = 3
 REWRITTEN = 3  # times the capacity, in the rounds at steady state
 GOT_SHARE = 4  # a quarter of the records is got in a round
+FLOOD_SHARE = 4  # a quarter of the capacity is put while single records are got
 KEPT_SHARE = 0.75  # of the latest records: a tier may evict a little ahead
 TIER_SPARE = 1.25  # of the tier's capacity, for its index and the slots that it evicts ahead
 SPACE_PER_DESIGN = 1.6
@@ -147,6 +149,7 @@ class DiskBench:
                 _say(f"{name}: full, {number + 1} of {self._pairs}")
                 rounds.put("put", number, REWRITTEN * records // self._pairs)
                 rounds.get("get", number, records // GOT_SHARE)
+                rounds.get_beside_puts(number, records // FLOOD_SHARE)
             return rounds.cases()
 
     def _open(
@@ -200,6 +203,9 @@ class Rounds:
         self._draw = Random(record_bytes)
         self._found: dict[tuple[str, str], list[Measured]] = {}  # by case and design
         self._ceilings: dict[str, list[float]] = {}  # by case
+        self._tier = next(design for design in designs if isinstance(design, Tier))
+        self._beside: list[float] = []  # ms
+        self._beside_ceilings: list[float] = []
 
     def put(self, case: str, round_number: int, count: int) -> None:
         """Everybody stores the same numbers."""
@@ -219,6 +225,26 @@ class Rounds:
         for design in self._designs:
             design.forget()
         self._measure(case, round_number, len(numbers), lambda design: design.get(numbers))
+
+    def get_beside_puts(self, round_number: int, count: int) -> None:
+        """The drive and the tier alone: one get after the other beside a flood of puts."""
+        numbers = range(self._next, self._next + count)
+        kept = range(self._next - self._records // 2, self._next)
+        self._next += count
+        best = math.inf
+        both: list[Raw | Tier] = [*self._raws, self._tier]
+        for design in rotated(both, round_number):
+            gets = iter(lambda: self._draw.choice(kept), None)
+            times_s = sorted(design.get_beside_puts(numbers, gets))
+            p99_ms = times_s[len(times_s) * 99 // 100] * 1e3
+            if isinstance(design, Raw):
+                best = min(best, p99_ms)
+            else:
+                self._beside.append(p99_ms)
+        self._beside_ceilings.append(best)
+        for other in self._designs:  # all have the same records
+            if other is not self._tier:
+                other.put(numbers)
 
     def _measure(
         self, case: str, round_number: int, count: int, work: Callable[[Design], int]
@@ -258,15 +284,31 @@ class Rounds:
                     valid=all(each.right == 0 for each in rounds),
                 )
             )
+        found.append(
+            measured_case(
+                bench=BENCH,
+                case="get_beside_puts_p99",
+                design=self._tier.name,
+                record_bytes=self._record_bytes,
+                unit="ms",
+                values=self._beside,
+                ceilings=self._beside_ceilings,
+                higher_is_better=False,
+                cpu_s_per_gb=None,
+                exercised=True,
+                valid=not self._tier.failed,
+            )
+        )
         return found
 
 
 def _row(case: Case) -> str:
+    cpu = "" if case.cpu_s_per_gb is None else f"  {case.cpu_s_per_gb:>6.2f} s/GB"
     return (
-        f"{format_size(case.record_bytes):>8} {case.case:<9} {case.design:<16}"
-        f" {case.value:>8.0f} MB/s"
+        f"{format_size(case.record_bytes):>8} {case.case:<19} {case.design:<16}"
+        f" {case.value:>8.4g} {case.unit}"
         f"  {case.ratio:.2f} [{case.ratio_low:.2f}, {case.ratio_high:.2f}] of raw"
-        f"  {case.cpu_s_per_gb:>6.2f} s/GB  {case.verdict}"
+        f"{cpu}  {case.verdict}"
     )
 
 

@@ -7,14 +7,16 @@ cache, on extents that have been written before.
 from __future__ import annotations
 
 import itertools
+import mmap
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from ebbtide.bench.disk_load import IN_FLIGHT, Buffers, Guarantees
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 DEPTHS = (4, 8, 16)
 
@@ -35,7 +37,7 @@ class Raw:
         except OSError:
             self._fd = os.open(path, flags, 0o600)
         os.posix_fallocate(self._fd, 0, records * record_bytes)
-        self._pool = ThreadPoolExecutor(depth, thread_name_prefix="bench-raw")
+        self._pool = ThreadPoolExecutor(depth + 1, thread_name_prefix="bench-raw")
 
     def put(self, numbers: Sequence[int]) -> None:
         def write(lane: int) -> None:
@@ -58,6 +60,18 @@ class Raw:
 
         self._run(read)
         return next(right)
+
+    def get_beside_puts(self, puts: Sequence[int], gets: Iterator[int]) -> list[float]:
+        """Seconds of each get, one after the other, while these are put."""
+        times_s: list[float] = []
+        with mmap.mmap(-1, self._buffers.record_bytes) as pages, memoryview(pages) as view:
+            flood = self._pool.submit(self.put, puts)  # a thread more than the depth
+            while not flood.done():
+                started = time.perf_counter()
+                os.preadv(self._fd, [view], self._offset(next(gets)))
+                times_s.append(time.perf_counter() - started)
+            flood.result()
+        return times_s
 
     def forget(self) -> None:
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
+import time
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -15,7 +17,7 @@ from ebbtide.tiers.opening import OpenDisk
 from ebbtide.tiers.runtime import ThreadRuntime
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from ebbtide.tiers.reasons import Miss
 
@@ -79,6 +81,33 @@ class Tier:
             self.tier.get(gets, ended)
         self._until_all_ended()
         return right
+
+    def get_beside_puts(self, puts: Sequence[int], gets: Iterator[int]) -> list[float]:
+        """Seconds of each get, one after the other, while these are put. Raises EbbtideError."""
+        times_s: list[float] = []
+        flooding = True
+
+        def get_next() -> None:
+            record = self.tier.find(EPOCH, key_of(next(gets)))
+            if record is None:
+                raise EbbtideError("A record that was kept is not found")
+            self.tier.pin(record)
+            started = time.perf_counter()
+
+            def ended(results: list[Miss | None]) -> None:
+                times_s.append(time.perf_counter() - started)
+                self.failed += results != [None]
+                if flooding:
+                    get_next()
+
+            self.tier.get([Get(record, view)], ended)
+
+        with mmap.mmap(-1, self._record_bytes) as pages, memoryview(pages) as view:
+            get_next()
+            self.put(puts)
+            flooding, count = False, len(times_s)
+            self._until(lambda: len(times_s) > count)
+        return times_s
 
     def forget(self) -> None:
         """Reads pass the page cache in any case, or drop what they read."""

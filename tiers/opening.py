@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ebbtide.tiers")
 
 COMMIT_BATCH_BYTES_MAX = 64 << 20
+COMMIT_BATCH_SHARE = 32  # one batch gathers and one is committed: both fit what is kept spare
 REOPENING_PATIENCE_S = 5.0
 
 

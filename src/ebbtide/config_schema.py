@@ -217,8 +217,8 @@ DERIVED: Mapping[str, Derived] = {
         lambda values: max(1, min(values["memory.capacity"] // 2, GIB)),
     ),
     "disk.commit_batch": Derived(
-        "min(disk.capacity / 64, 64MiB)",
-        lambda values: max(1, min(values["disk.capacity"] // 64, 64 * MIB)),
+        "min(disk.capacity / 32, 64MiB)",
+        lambda values: max(1, min(values["disk.capacity"] // 32, 64 * MIB)),
     ),
 }
 

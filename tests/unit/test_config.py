@@ -85,7 +85,7 @@ def test_derived_defaults_follow_small_capacities() -> None:
     assert config.disk is not None
     assert config.memory.load_window_bytes == 16 * MIB
     assert config.disk.dirty_max_bytes == 32 * MIB
-    assert config.disk.commit_batch_bytes == 10 * MIB
+    assert config.disk.commit_batch_bytes == 20 * MIB
 
 
 def test_without_disk_values_there_is_no_disk_tier() -> None:
