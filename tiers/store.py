@@ -298,23 +298,35 @@ class Store:
             done(not self.memory.dirty)
             return
         disk, mover = self.disk, self.mover
-        until = self.runtime.now() + deadline_s
+        timer: Timer | None = None
+        answered = False
+
+        def answer(ok: bool) -> None:
+            nonlocal answered
+            if not answered:
+                answered = True
+                assert timer is not None
+                timer.cancel()
+                done(ok)
 
         def flushed(ok: bool) -> None:
             if not ok or (not self.memory.dirty and mover.idle):
-                disk.save_recency(lambda saved: done(ok and saved))
+                disk.save_recency(lambda saved: answer(ok and saved))
             else:
                 look()
 
         def look() -> None:
-            if disk.down or self.runtime.now() > until:
-                done(False)
+            if answered:
+                return
+            if disk.down:
+                answer(False)
             elif self.memory.dirty or not mover.idle:
                 mover.drain()
                 self.runtime.call_later(0.005, look)
             else:
                 disk.flush(flushed)
 
+        timer = self.runtime.call_later(deadline_s, lambda: answer(False))
         look()
 
     def flush(self, done: Callable[[bool], None]) -> None:

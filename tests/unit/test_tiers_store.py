@@ -288,15 +288,19 @@ def test_what_a_namespace_holds_is_counted_once_over_the_tiers(tiered: SimStore)
     assert tiered.store.held(tiered.namespace()) == (5, 500)
 
 
-def test_a_drain_that_cannot_end_is_answered_by_its_deadline(tiered: SimStore) -> None:
+@pytest.mark.parametrize("pool", [WRITE, COMMIT])
+def test_a_drain_that_cannot_end_is_answered_by_its_deadline(tiered: SimStore, pool: str) -> None:
     tiered.put(tiered.namespace(), keys_of(1), PAGE)
-    tiered.runtime.hold(WRITE)
+    tiered.runtime.hold(pool)
     answers: list[bool] = []
     tiered.store.drain(5.0, answers.append)
     tiered.runtime.pass_time(4.0)
     assert answers == []
     tiered.runtime.pass_time(2.0)
     assert answers == [False]
+    tiered.runtime.let_go(pool)
+    tiered.runtime.pass_time(10.0)
+    assert answers == [False]  # once
 
 
 def test_a_memory_made_smaller_than_a_record_on_disk_misses_it_once(tmp_path: Path) -> None:
