@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from ebbtide.testing import RecordingSink, SimStore
 from ebbtide.testing.conformance import key_of
 from ebbtide.tiers.ghosts import Ghosts
 from ebbtide.tiers.reasons import Miss, Place, label
-from ebbtide.tiers.runtime import VERIFY, WRITE
+from ebbtide.tiers.runtime import COMMIT, VERIFY, WRITE
 
 if TYPE_CHECKING:
     from pathlib import Path
