@@ -11,6 +11,7 @@ import os
 import select
 import socket
 import time
+import weakref
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -107,7 +108,12 @@ class LocalClient:
 
 
 class SocketClient:
-    """A client of a store's process. Reconnects by itself, with backoff; misses meanwhile."""
+    """A client of a store's process. Reconnects by itself, with backoff; misses meanwhile.
+
+    It belongs to the process that made it. A forked child inherits one that is closed: two
+    processes on one connection would send halves of each other's frames, and the store watches
+    over the slots of a process, not over those of its children.
+    """
 
     def __init__(
         self, path: str, engine: bytes, role: str, *, arena: bool, required: bool = True
@@ -139,6 +145,7 @@ class SocketClient:
         self._tickets = itertools.count(1)
         self._open: set[int] = set()
         self._completions: deque[Completion] = deque()
+        _of_this_process.add(self)
         if required:
             self._greet(time.monotonic() + HANDSHAKE_TIMEOUT_S)
         else:
@@ -198,6 +205,12 @@ class SocketClient:
         self._closed = True
         self._lose()
         self._unmap()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: the connection and the arena are the parent's."""
+        self._closed = True
+        self._lose()
+        self.arena = None  # unmapped with the process: views of it may be in use
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -344,6 +357,18 @@ class SocketClient:
     def _retry_later(self) -> None:
         self._retry_at = time.monotonic() + self._backoff_s
         self._backoff_s = min(2 * self._backoff_s, BACKOFF_MAX_S)
+
+
+_of_this_process: weakref.WeakSet[SocketClient] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for client in _of_this_process:
+        client.leave_to_parent()
+    _of_this_process.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _attach(fds: list[int], arena_bytes: int) -> Arena | None:

@@ -171,3 +171,24 @@ def test_sequences_of_a_dead_store_mean_nothing_to_its_successor(house: House) -
     assert ticket == failure
     assert isinstance(message, wire.Failure)
     assert "new connection" in message.next_step
+
+
+def test_p56_a_forked_child_has_nothing_of_its_parents_client(house: House) -> None:
+    """It meets a closed client, and the parent's goes on."""
+    house.start()
+    client = house.client(arena=True)
+    assert isinstance(ask(client, wire.Stats()), wire.Report)
+    child = os.fork()
+    if child == 0:
+        try:
+            client.submit(wire.Stats())
+            (completion,) = client.poll()
+            client.notify(wire.Touch(0, (bytes(36),)))
+            alone = completion.message is LOST and client.arena is None
+            os._exit(0 if alone and not client.connected else 1)
+        finally:  # whatever fails here: the child must not go on as the parent's tests
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    assert isinstance(ask(client, wire.Stats()), wire.Report)
+    assert client.incarnation == 1
+    assert client.arena is not None
