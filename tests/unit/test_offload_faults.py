@@ -86,7 +86,12 @@ def assert_recomputed_from_the_failed_block_on(
 
 @pytest.mark.parametrize(
     ("fault", "reason"),
-    [(Fault.EIO, "io_error"), (Fault.TORN, "io_error"), (Fault.FLIP, "corrupt")],
+    [
+        (Fault.EIO, "io_error"),
+        (Fault.TORN, "io_error"),
+        (Fault.SHORT, "io_error"),
+        (Fault.FLIP, "corrupt"),
+    ],
 )
 def test_p39_a_block_that_the_disk_does_not_give_back(
     fault: Fault, reason: str, reference: Reference, tmp_path: Path

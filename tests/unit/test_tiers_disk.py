@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.disk_rig import EPOCH, DiskRig
 
-from ebbtide.testing import Fault, RecordingSink, SimStore
+from ebbtide.testing import FAULTS, Fault, RecordingSink, SimStore
 from ebbtide.testing.conformance import key_of
 from ebbtide.testing.store import disk_bytes_for
 from ebbtide.tiers.bounds import Bounds
@@ -130,7 +130,7 @@ def test_what_only_a_broken_disk_holds_is_missed_as_an_io_error(sim: SimStore) -
     assert sim.get(space, [key_of(0)]) == [Miss.IO_ERROR]
 
 
-@pytest.mark.parametrize("fault", list(Fault))
+@pytest.mark.parametrize("fault", FAULTS["read"])
 def test_p40_a_record_that_cannot_be_read_is_tried_once_and_then_a_miss(
     sim: SimStore, fault: Fault, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -151,6 +151,30 @@ def test_a_held_pool_hangs_and_nothing_else_does() -> None:
     assert runtime.idle
 
 
+def test_a_slow_pool_ends_later_on_the_simulated_clock_and_others_do_not() -> None:
+    runtime, ended = SimRuntime(1), list[tuple[str, float]]()
+
+    def start(pool: str) -> None:
+        runtime.start(pool, lambda _: None, [1, 2], lambda _: ended.append((pool, runtime.now())))
+
+    runtime.slow(WRITE, 15.0)
+    start(WRITE)
+    runtime.slow(WRITE, 0.0)
+    start(READ)
+    runtime.settle()
+    assert [pool for pool, _ in ended] == [READ]
+    assert (runtime.waiting(WRITE), runtime.idle) == (2, False)
+    runtime.pass_time(14.0)
+    assert len(ended) == 1
+    runtime.pass_time(2.0)
+    assert ended[1][0] == WRITE
+    assert 15.0 <= ended[1][1] < 15.1
+    start(WRITE)
+    runtime.settle()
+    assert len(ended) == 3
+    assert (runtime.waiting(WRITE), runtime.idle) == (0, True)
+
+
 def test_time_passes_only_where_it_may() -> None:
     runtime, seen = SimRuntime(1), list[str]()
     runtime.call_later(10.0, lambda: seen.append("ten"))

@@ -11,13 +11,14 @@
 """
 
 from ebbtide.testing.conformance import TierConformance
-from ebbtide.testing.faults import Fault, FaultSlab, MemorySlab
+from ebbtide.testing.faults import FAULTS, Fault, FaultSlab, MemorySlab
 from ebbtide.testing.payload import keyed_bytes
 from ebbtide.testing.runtime import SimRuntime, StuckError
 from ebbtide.testing.sinks import RecordingSink
 from ebbtide.testing.store import SimStore, descriptor, disk_bytes_for
 
 __all__ = [
+    "FAULTS",
     "Fault",
     "FaultSlab",
     "MemorySlab",

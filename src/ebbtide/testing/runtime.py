@@ -61,6 +61,8 @@ class SimRuntime:
         self._jobs: list[_Job] = []
         self._timers: list[Timer] = []
         self._held: set[str] = set()
+        self._delays: dict[str, float] = {}  # by pool
+        self._late: list[_Job] = []  # started in a slow pool, and not yet with the others
 
     # -- the protocol ---------------------------------------------------------------------------
 
@@ -82,7 +84,17 @@ class SimRuntime:
         done: Callable[[list[BaseException | None]], None],
     ) -> None:
         """Run `work` on each item in steps of their own, then `done` in another."""
-        self._jobs.append(_Job(pool, work, items, done))
+        job = _Job(pool, work, items, done)
+        if pool not in self._delays:
+            self._jobs.append(job)
+            return
+        self._late.append(job)
+
+        def arrive() -> None:
+            self._late.remove(job)
+            self._jobs.append(job)
+
+        self.call_later(self._delays[pool], arrive)
 
     # -- running it -----------------------------------------------------------------------------
 
@@ -106,7 +118,7 @@ class SimRuntime:
     def settle(self, steps_max: int = 100_000) -> None:
         """Step until all that is started has ended and no timer is due. Time does not jump.
 
-        What waits in a held pool is left alone. Raises StuckError when it does not end.
+        What waits in a held or a slow pool is left alone. Raises StuckError when it does not end.
         """
         for _ in range(steps_max):
             if not self._step(until_s=self._now):
@@ -127,12 +139,15 @@ class SimRuntime:
 
     @property
     def idle(self) -> bool:
-        """Nothing is started that has not ended, held pools included, and no timer is due."""
-        return not self._jobs and not any(t.call and t.due_s <= self._now for t in self._timers)
+        """Nothing is started that has not ended, in no pool, and no timer is due."""
+        return not (self._jobs or self._late) and not any(
+            t.call and t.due_s <= self._now for t in self._timers
+        )
 
     def close(self) -> None:
         """The process ends: nothing that was started or set runs any more."""
         self._jobs.clear()
+        self._late.clear()
         self._timers.clear()
 
     # -- slow and hanging devices ---------------------------------------------------------------
@@ -145,9 +160,17 @@ class SimRuntime:
         """The pool's items may run again."""
         self._held.discard(pool)
 
+    def slow(self, pool: str, seconds: float) -> None:
+        """Whatever is started in the pool from now on ends so much later. 0: no later than ever."""
+        if seconds:
+            self._delays[pool] = seconds
+        else:
+            self._delays.pop(pool, None)
+
     def waiting(self, pool: str) -> int:
         """How many items of the pool have not run yet."""
-        return sum(len(job.pending) for job in self._jobs if job.pool == pool)
+        jobs = (*self._jobs, *self._late)
+        return sum(len(job.pending) for job in jobs if job.pool == pool)
 
     # -- inside ---------------------------------------------------------------------------------
 

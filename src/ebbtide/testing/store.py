@@ -6,7 +6,7 @@ from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING
 
-from ebbtide.testing.faults import FaultSlab, MemorySlab
+from ebbtide.testing.faults import Fault, FaultSlab, MemorySlab
 from ebbtide.testing.payload import keyed_bytes
 from ebbtide.testing.runtime import SimRuntime
 from ebbtide.testing.sinks import RecordingSink
@@ -86,6 +86,7 @@ class SimStore:
         self.commit_batch_bytes = commit_batch_bytes
         self.bounds = bounds or Bounds.for_capacity(memory_bytes, write_after_s=1.0)
         self.device = MemorySlab(0)
+        self.rates: dict[tuple[str, Fault], float] = {}  # of the device's faults: see FaultSlab
         self._open()
 
     def __enter__(self) -> SimStore:
@@ -246,5 +247,5 @@ class SimStore:
         file.close()
         if len(self.device.image) != self.slab_bytes:
             self.device.resize(self.slab_bytes)
-        self.slab = FaultSlab(self.device, seed=self.random.getrandbits(32))
+        self.slab = FaultSlab(self.device, seed=self.random.getrandbits(32), rates=self.rates)
         return self.slab
