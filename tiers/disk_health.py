@@ -61,6 +61,7 @@ class DiskHealth:
         self._on_reopened = on_reopened
         self._wait_s = RETRY_FIRST_S
         self._retry_at = 0.0
+        self._well_at = 0.0  # one that fails before that has not been well
         self._down = False
         self._reopening = False
         self._closed = False
@@ -85,6 +86,7 @@ class DiskHealth:
                 tier.go_down(f"the drive has not answered for {now - since:.0f} s")
         if tier.down is not None:
             if not self._down:
+                self._wait_s = self._longer_s() if now < self._well_at else RETRY_FIRST_S
                 self._down, self._retry_at = True, now + self._wait_s
             if tier.quiet and now >= self._retry_at:
                 self._start()
@@ -115,12 +117,17 @@ class DiskHealth:
             return
         if error is None:
             (reopened,) = found
-            self._tier, self._down, self._wait_s = reopened.tier, False, RETRY_FIRST_S
+            self._tier, self._down = reopened.tier, False
+            self._well_at = self._runtime.now() + RETRY_MAX_S
             self.reopened += 1
             _log.warning("The disk tier is in service again: %d records", reopened.tier.records)
             self._on_reopened(reopened)
         else:
-            self._wait_s = min(2 * self._wait_s, RETRY_MAX_S)
+            self._wait_s = self._longer_s()
             self._retry_at = self._runtime.now() + self._wait_s
-            _log.warning("The disk tier stays down: %s", error)
+            # Its text: who keeps the log would keep the frames of the opening alive.
+            _log.warning("The disk tier stays down: %s", str(error))
         self._timer = self._runtime.call_later(LOOK_S, self._look)
+
+    def _longer_s(self) -> float:
+        return min(2 * self._wait_s, RETRY_MAX_S)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from tests.sim.plan import ALIGNMENT, Engine, Plan, Reading
 
-from ebbtide.testing import Fault, SimStore
+from ebbtide.testing import FAULTS, Fault, SimStore
 from ebbtide.tiers.digest import record_digest, record_seed
 from ebbtide.tiers.memory import State
 
@@ -25,6 +25,7 @@ T = TypeVar("T")
 NAMES = ("a", "b")
 ENGINES = (b"engine-0", b"engine-1", b"engine-2")
 HISTORY = 60
+LIES = 0.7  # of the syncs of a device that lies
 
 
 class Model:
@@ -42,7 +43,7 @@ class Model:
             reopens=True,
         )
         self.engines = [Engine(name) for name in ENGINES]
-        self.served = 0
+        self.served = self.spoilt = 0
         self.cut_now = False
         self.history: deque[str] = deque(maxlen=HISTORY)
         self.may_hold: dict[str, set[bytes]] = {name: set() for name in NAMES}
@@ -66,8 +67,9 @@ class Model:
         assert held <= sum(r.stride for r in reserved) == memory.reserved_bytes
         assert memory.reserved_bytes <= memory.space.capacity_bytes - ALIGNMENT
         if not self.plan.flips:
-            corrupt = store.counts["memory_corrupt"], store.disk.corrupt if store.disk else 0
-            assert corrupt == (0, 0), "bytes changed by themselves"
+            assert store.counts["memory_corrupt"] == 0, "bytes changed by themselves"
+            corrupt = store.disk.corrupt if store.disk else 0
+            assert corrupt <= len(self.damaged), "bytes changed by themselves"
         for engine in self.engines:
             for reading in engine.readings:
                 shown = [r for rs in reading.sink.open_batches.values() for r in rs]
@@ -84,12 +86,13 @@ class Model:
         return space
 
     def _arm_faults(self) -> None:
-        if self.sim.slab is not None and self.plan.read_faults:
-            self.sim.slab.rates = {
-                ("read", fault): self.plan.read_faults
-                for fault in Fault
-                if self.plan.flips or fault is not Fault.FLIP
-            }
+        rates = self.sim.rates  # of the device: a tier that comes back meets them too
+        rates.clear()
+        for fault in FAULTS["read"] if self.plan.read_faults else ():
+            if self.plan.flips or fault is not Fault.FLIP:
+                rates["read", fault] = self.plan.read_faults
+        if self.plan.sync_fault is not None:
+            rates["sync", self.plan.sync_fault] = LIES
 
     def _some(self, things: list[T]) -> list[T]:
         return self.random.sample(things, self.random.randint(0, len(things)))
@@ -133,6 +136,26 @@ class Model:
     def _on_disk(self) -> set[tuple[int, bytes]]:
         disk = self.sim.store.disk
         return {(e, key) for e in disk.digests for key in disk.keys(e)} if disk else set()
+
+    def _cut_power(self) -> None:
+        self.sim.lose_power()
+        if self.plan.sync_fault is not None:
+            spoilt = self._records_in(self.sim.device.lost)
+            self.damaged |= spoilt
+            self.spoilt += len(spoilt)
+        self._reopened()
+
+    def _records_in(self, pieces: set[int]) -> set[tuple[str, bytes]]:
+        """The records that lie in any of these pieces of the slab."""
+        disk = self.sim.store.disk
+        found = set[tuple[str, bytes]]()
+        for name in NAMES if disk else ():
+            for record in disk.index.records_of(self.namespace(name).epoch) if disk else ():
+                if pieces.intersection(
+                    range(record.offset, record.offset + record.length, ALIGNMENT)
+                ):
+                    found.add((name, record.key))
+        return found
 
     def _reopened(self) -> None:
         """A new process over the old device: engines start anew, and no entry names bad bytes."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from ebbtide.testing import Fault
+from ebbtide.testing.faults import UNTOLD
 from ebbtide.tiers.bounds import Bounds
 
 if TYPE_CHECKING:
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 4096
 LENGTHS = (1000, 4096, 10_496, 18_432, 41_984)
+SLOW_S = (0.02, 2.0, 20.0)
+TOLD = tuple(fault for fault in Fault if fault not in UNTOLD)
 
 
 @dataclass(frozen=True)
@@ -27,8 +31,10 @@ class Plan:
     keys: int  # per length and namespace
     flips: bool  # bits that turn, at rest and on the way
     read_faults: float
-    device_faults: bool  # failing writes and syncs, which take the tier down
+    device_faults: tuple[Fault, ...]  # of writes and syncs; they take the tier down
     bounds: Bounds
+    slow_s: tuple[float, ...] = ()  # how much later a slow device answers
+    sync_fault: Fault | None = None  # how syncs lie; a power cut may spoil any record then
 
     @classmethod
     def draw(cls, random: Random) -> Plan:
@@ -52,8 +58,9 @@ class Plan:
             keys=random.choice([8, 20, 60]),
             flips=random.random() < 0.5,
             read_faults=random.choice([0.0, 0.0, 0.05]),
-            device_faults=random.random() < 0.3,
+            device_faults=random.choice([(), (), tuple(random.sample(TOLD, 2))]),
             bounds=random.choice([usual, usual, wide]),
+            slow_s=random.choice([(), SLOW_S]),
         )
 
 

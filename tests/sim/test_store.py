@@ -13,9 +13,10 @@ from random import Random
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.sim.plan import Plan
+from tests.sim.plan import SLOW_S, TOLD, Plan
 from tests.sim.world import World
 
+from ebbtide.testing import Fault
 from ebbtide.tiers import segments
 from ebbtide.tiers.bounds import Bounds
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SEEDS, STEPS = 40, 600
+FAILING_SEEDS = 15  # for each kind of failing drive
 CHECK_EVERY = 5
 
 
@@ -72,6 +74,44 @@ def test_a_store_serves_right_bytes_or_a_reason_whatever_happens(seed: int, dire
 
 
 @pytest.mark.usefixtures("small_segments")
+@pytest.mark.parametrize("seed", seeds(FAILING_SEEDS))
+def test_a_drive_that_fails_in_every_way_that_is_told_costs_misses_only(
+    seed: int, directory: str
+) -> None:
+    """No room, no quota, read-only, torn, short, slow: for one operation or for a while."""
+    drawn = Plan.draw(Random(seed))
+    plan = replace(
+        drawn,
+        slab_bytes=drawn.slab_bytes or drawn.memory_bytes,
+        read_faults=0.05,
+        device_faults=TOLD,
+        slow_s=SLOW_S,
+    )
+    run(World(seed, directory, plan), int(os.environ.get("EBBTIDE_TEST_SIM_STEPS", STEPS)))
+
+
+@pytest.mark.usefixtures("small_segments")
+@pytest.mark.parametrize("fault", [Fault.LOST, Fault.REORDERED])
+@pytest.mark.parametrize("seed", seeds(FAILING_SEEDS))
+def test_a_drive_that_lies_about_its_syncs_costs_records_and_no_right_byte(
+    seed: int, fault: Fault, directory: str
+) -> None:
+    """A power cut may spoil any record then: each is a counted miss, or is not there."""
+    drawn = Plan.draw(Random(seed))
+    slab_bytes = drawn.slab_bytes or drawn.memory_bytes
+    plan = replace(drawn, slab_bytes=slab_bytes, flips=False, sync_fault=fault)
+    run(World(seed, directory, plan), int(os.environ.get("EBBTIDE_TEST_SIM_STEPS", STEPS)))
+
+
+@pytest.mark.parametrize("fault", [Fault.LOST, Fault.REORDERED])
+def test_a_world_with_lying_syncs_does_spoil_records(fault: Fault, directory: str) -> None:
+    """Or the one above would show nothing."""
+    plan = replace(Plan.draw(Random(1)), slab_bytes=1 << 20, flips=False, sync_fault=fault)
+    worlds = (run(World(seed, f"{directory}{seed}", plan), 300) for seed in range(4))
+    assert sum(world.spoilt for world in worlds) > 0
+
+
+@pytest.mark.usefixtures("small_segments")
 @pytest.mark.parametrize("seed", range(3))
 def test_a_seed_reproduces_its_run(seed: int, tmp_path: Path) -> None:
     def story(name: str) -> tuple[object, ...]:
@@ -92,7 +132,7 @@ def test_p45_four_slots_never_deadlock(seed: int, directory: str) -> None:
         keys=random.choice([6, 20]),
         flips=False,
         read_faults=0.0,
-        device_faults=False,
+        device_faults=(),
         bounds=replace(bounds, pinned_max_bytes=4096),
     )
     run(World(seed, directory, plan), int(os.environ.get("EBBTIDE_TEST_SIM_STEPS", STEPS)))

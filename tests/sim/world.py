@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.sim.model import NAMES, Model
 from tests.sim.plan import Reading, Slot
 
-from ebbtide.testing import Fault, RecordingSink
+from ebbtide.testing import FAULTS, RecordingSink
 from ebbtide.tiers.memory import State
 from ebbtide.tiers.reasons import Miss, Place
 from ebbtide.tiers.runtime import COMMIT, READ, VERIFY, WRITE
@@ -34,7 +34,8 @@ class World(Model):
         ("look_up", 30),
         ("flip_memory", 10),
         ("flip_disk", 20),
-        ("break_device", 2),
+        ("break_device", 15),
+        ("mend_device", 15),
         ("restart", 3),
         ("lose_power", 4),
         ("stall", 5),
@@ -51,8 +52,7 @@ class World(Model):
         for _ in range(self.random.choice([0, 3, 10, 30])):
             if self.cut_now:  # right behind the answer to a reset
                 self.cut_now = False
-                self.sim.lose_power()
-                self._reopened()
+                self._cut_power()
             self.sim.runtime.step(jump=False)
 
     def chain(self) -> tuple[str, list[bytes], int]:
@@ -219,18 +219,32 @@ class World(Model):
             self._damage(record.epoch, record.key)
 
     def break_device(self) -> None:
-        if self.sim.slab is not None and self.plan.device_faults:
-            operation = self.random.choice(["write", "sync"])
-            fault = Fault.TORN if self.random.random() < 0.5 else Fault.EIO
+        """Once, or until it is mended: a drive stays full, or read-only, for a while."""
+        operation = self.random.choice(["write", "sync"])
+        faults = [fault for fault in self.plan.device_faults if fault in FAULTS[operation]]
+        if self.sim.slab is None or not faults:
+            return
+        fault = self.random.choice(faults)
+        if self.random.random() < 0.5:
             self.sim.slab.fail_next(operation, fault)
+        else:
+            self.sim.rates[operation, fault] = 1.0
+
+    def mend_device(self) -> None:
+        self._arm_faults()
 
     def stall(self) -> None:
-        """A device or a pool of threads hangs for a while."""
-        self.sim.runtime.hold(self.random.choice([READ, WRITE, COMMIT, VERIFY]))
+        """A device or a pool of threads is slow, or hangs, for a while."""
+        pool = self.random.choice([READ, WRITE, COMMIT, VERIFY])
+        if self.plan.slow_s and self.random.random() < 0.5:
+            self.sim.runtime.slow(pool, self.random.choice(self.plan.slow_s))
+        else:
+            self.sim.runtime.hold(pool)
 
     def let_go(self) -> None:
         for pool in (READ, WRITE, COMMIT, VERIFY):
             self.sim.runtime.let_go(pool)
+            self.sim.runtime.slow(pool, 0.0)
 
     def restart(self) -> None:
         """A clean stop: engines are gone first, then everything is written out."""
@@ -251,18 +265,18 @@ class World(Model):
             self.sim.slab.fail_next("sync")
             for _ in range(self.random.randrange(100)):
                 self.sim.runtime.step(jump=False)
-        self.sim.lose_power()
-        self._reopened()
+        self._cut_power()
 
     def pass_time(self) -> None:
         self.sim.runtime.pass_time(self.random.choice([0.01, 0.1, 2.0, 20.0]))
 
     def finish(self) -> None:
         """Faults end, holders let go, time passes: then nothing may be left over."""
-        sim, store = self.sim, self.sim.store
         self.let_go()
-        if sim.slab is not None:
-            sim.slab.rates.clear()
+        if self.plan.sync_fault is not None:
+            self._cut_and_read_everything()
+        sim, store = self.sim, self.sim.store
+        sim.rates.clear()
         for name, key in self.pins:
             store.unpin(self.namespace(name), [key])
         for engine in self.engines:
@@ -280,8 +294,25 @@ class World(Model):
 
         sim.runtime.run_until(all_over, 20_000)
         self.sim.drain()
+        sim.runtime.run_until(lambda: sim.runtime.idle)  # what a slow pool owes
         sim.runtime.settle()
         store.check_integrity()
         memory = store.memory
         assert (memory.reserved_bytes, memory.pinned_bytes) == (0, 0)
         assert store.stats()["loads"] == 0
+
+    def _cut_and_read_everything(self) -> None:
+        """After syncs that lied: what the cut has spoilt is a miss, the rest is right."""
+        self.sim.drain()
+        self._cut_power()
+        assert self.sim.store.disk is not None
+        records = self.sim.store.disk.index.records_of
+        for name in NAMES:
+            space = self.namespace(name)
+            for key in [record.key for record in records(space.epoch)]:
+                (found,) = self.sim.get(space, [key])
+                if isinstance(found, bytes):
+                    assert (name, key) not in self.damaged
+                    assert found == self._content(name, key, len(found))
+                else:
+                    assert found in (Miss.CORRUPT, Miss.IO_ERROR)

@@ -120,6 +120,27 @@ def test_it_stays_down_while_a_probe_fails_and_asks_ever_less_often(sim: SimStor
     assert sim.get(space, keys(0, 6)) == contents(sim, keys(0, 6))
 
 
+def test_a_tier_that_fails_again_and_again_as_soon_as_it_is_back_comes_back_ever_less_often(
+    sim: SimStore,
+) -> None:
+    """A probe cannot see everything: an index without room takes a small commit and no large."""
+    take_down(sim, 4, 6)
+    waits = [0] * 6
+    for number in range(len(waits)):
+        while disk_of(sim).down:
+            sim.runtime.pass_time(LOOK_S)
+            waits[number] += 1
+        disk_of(sim).go_down("injected")
+    assert waits == sorted(waits)
+    assert waits[0] < 2 * RETRY_FIRST_S < waits[1]
+    assert disk_health.RETRY_MAX_S <= waits[-1] * LOOK_S < disk_health.RETRY_MAX_S + 3 * LOOK_S
+    sim.runtime.pass_time(2 * disk_health.RETRY_MAX_S + 2 * BACK_S)  # well for long
+    assert disk_of(sim).down is None
+    disk_of(sim).go_down("injected")
+    sim.runtime.pass_time(BACK_S)
+    assert disk_of(sim).down is None
+
+
 def test_a_drive_that_writes_other_bytes_than_it_was_given_does_not_come_back(
     sim: SimStore,
 ) -> None:
@@ -165,6 +186,89 @@ def test_a_drive_that_hangs_is_put_out_of_service_and_comes_back_when_it_answers
     sim.store.engine_gone(b"engine")
     wanted = keys(0, 20 if pool == READ else 24)
     assert sim.get(space, wanted) == contents(sim, wanted)
+
+
+@pytest.mark.parametrize("fault", [Fault.ENOSPC, Fault.EDQUOT, Fault.EROFS])
+@pytest.mark.parametrize("operation", ["write", "sync"])
+def test_p59_a_drive_that_takes_nothing_costs_the_tier_and_nothing_else(
+    sim: SimStore, operation: str, fault: Fault
+) -> None:
+    """No room, no quota, a read-only file system: for a while, or until somebody sees to it."""
+    space = sim.namespace()
+    sim.put(space, keys(0, 20), LENGTH)
+    assert sim.drain()
+    sim.rates[operation, fault] = 1.0
+    assert sim.put(space, keys(20, 24), LENGTH) == bytes(4)
+    assert not sim.drain()
+    assert fault.name in (disk_of(sim).down or "")
+    assert sim.store.stats()["disk"]["down"] == disk_of(sim).down  # type: ignore[index]
+    assert sim.get(space, keys(0, 1)) == [Miss.IO_ERROR]
+    assert sim.get(space, keys(20, 24)) == contents(sim, keys(20, 24))
+    assert sim.put(space, keys(24, 26), LENGTH) == bytes(2)  # memory works on
+    assert sim.get(space, keys(24, 26)) == contents(sim, keys(24, 26))
+    sim.runtime.pass_time(300.0)
+    assert (bool(disk_of(sim).down), health_of(sim).reopened) == (True, 0)  # as long as it is so
+    sim.rates.clear()
+    sim.runtime.pass_time(disk_health.RETRY_MAX_S + 2 * LOOK_S)
+    assert disk_of(sim).down is None
+    assert sim.drain()
+    assert sim.get(space, keys(0, 26)) == contents(sim, keys(0, 26))
+    sim.lose_power()
+    assert sim.get(sim.namespace(), keys(0, 26)) == contents(sim, keys(0, 26))
+
+
+def test_p40_a_record_at_a_drives_early_end_is_a_miss_and_the_tier_stays(sim: SimStore) -> None:
+    space = sim.namespace()
+    sim.put(space, keys(0, 20), LENGTH)
+    assert sim.drain()
+    fail(sim, "read", Fault.SHORT)
+    assert sim.get(space, keys(0, 1)) == [Miss.IO_ERROR]
+    assert (disk_of(sim).down, disk_of(sim).corrupt) == (None, 0)
+    assert sim.get(space, keys(1, 20)) == contents(sim, keys(1, 20))
+
+
+@pytest.mark.parametrize("pool", [WRITE, COMMIT, READ])
+@pytest.mark.parametrize("delay_s", [STALL_S / 2, 2 * STALL_S])
+def test_a_slow_drive_is_waited_for_and_a_very_slow_one_goes_down_until_it_has_answered(
+    sim: SimStore, pool: str, delay_s: float
+) -> None:
+    space = sim.namespace()
+    sim.put(space, keys(0, 20), LENGTH)
+    assert sim.drain()
+    sim.runtime.slow(pool, delay_s)
+    if pool == READ:
+        sim.store.load(b"engine", space, keys(0, 2), Deaf())
+    else:
+        sim.put(space, keys(20, 24), LENGTH)
+    sim.runtime.pass_time(STALL_S + 3 * LOOK_S)
+    assert bool(disk_of(sim).down) == (delay_s > STALL_S)
+    sim.runtime.slow(pool, 0.0)
+    sim.runtime.pass_time(delay_s + BACK_S)
+    assert (disk_of(sim).down, health_of(sim).reopened) == (None, int(delay_s > STALL_S))
+    sim.store.engine_gone(b"engine")
+    wanted = keys(0, 20 if pool == READ else 24)
+    assert sim.get(space, wanted) == contents(sim, wanted)
+
+
+@pytest.mark.parametrize("fault", [Fault.LOST, Fault.REORDERED])
+def test_p57_a_sync_that_lied_costs_records_at_a_power_cut_and_shows_none_wrong(
+    sim: SimStore, fault: Fault
+) -> None:
+    sim.put(sim.namespace(), keys(0, 16), LENGTH)
+    assert sim.drain()
+    sim.rates["sync", fault] = 1.0
+    sim.put(sim.namespace(), keys(16, 28), LENGTH)
+    assert sim.drain()  # nobody is told
+    sim.lose_power()
+    space = sim.namespace()
+    spoilt = len(sim.device.lost)
+    assert 0 < spoilt < 12
+    assert sim.get(space, keys(0, 16)) == contents(sim, keys(0, 16))
+    answers = dict(zip(keys(16, 28), sim.get(space, keys(16, 28)), strict=True))
+    served = [key for key, found in answers.items() if isinstance(found, bytes)]
+    assert [answers[key] for key in served] == contents(sim, served)
+    assert [answers[key] for key in answers if key not in served] == [Miss.CORRUPT] * spoilt
+    assert disk_of(sim).corrupt == spoilt
 
 
 def test_a_reset_while_it_was_down_holds_when_it_is_back(sim: SimStore) -> None:
