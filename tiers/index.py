@@ -104,6 +104,7 @@ class DurableIndex:
             sync=True,
             metasync=True,
         )
+        self._env.reader_check()
         self._records = self._env.open_db(b"records")
         self._namespaces = self._env.open_db(b"namespaces")
         self._meta = self._env.open_db(b"meta")
@@ -151,7 +152,7 @@ class DurableIndex:
 
     def commit(self, batch: IndexBatch) -> None:
         """One durable transaction: when this returns, all of the batch survives a power cut."""
-        with self._env.begin(write=True) as txn:
+        with self._begin_write() as txn:
             for digest, value in batch.namespaces.items():
                 txn.put(digest, value, db=self._namespaces)
             for name, packed in batch.records.items():
@@ -182,7 +183,7 @@ class DurableIndex:
 
     def save_recency(self, sequences: Sequences) -> None:
         """Replace the saved order of eviction, coldest first."""
-        with self._env.begin(write=True, db=self._meta) as txn:
+        with self._begin_write(self._meta) as txn:
             old = [bytes(name) for name, _ in txn.cursor() if name.startswith(b"recency/")]
             for name in old:
                 txn.delete(name)
@@ -203,3 +204,10 @@ class DurableIndex:
 
     def close(self) -> None:
         self._env.close()
+
+    def _begin_write(self, db: Any = None) -> Any:
+        """A foreign reader that was killed would keep all pages freed since from being reused, and
+        the map would run full.
+        """
+        self._env.reader_check()
+        return self._env.begin(write=True, db=db)
