@@ -1,4 +1,4 @@
-"""A disk tier over real files, without a memory tier before it."""
+"""A disk tier over real files: alone, or below a whole store on a simulated clock."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Self
 import lmdb
 
 from ebbtide.testing.conformance import key_of
+from ebbtide.testing.faults import FaultSlab
 from ebbtide.testing.payload import keyed_bytes
-from ebbtide.testing.store import descriptor
+from ebbtide.testing.store import SimStore, descriptor
 from ebbtide.tiers.digest import record_digest, record_seed
 from ebbtide.tiers.disk_record import Put
 from ebbtide.tiers.index import EPOCH_BYTES, RECORD, StoredNamespace
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ebbtide.tiers.reasons import Miss
+    from ebbtide.tiers.slab import Slab
 
 PAGE = 4096
 EPOCH = 1
@@ -48,6 +50,14 @@ def raw_entries(place: Path) -> Iterator[tuple[bytes, int, int]]:
             for name, value in txn.cursor():
                 _, _, _, length, offset, _, _ = RECORD.unpack(value)
                 yield bytes(name[EPOCH_BYTES:]), offset, length
+
+
+class StoreOnFiles(SimStore):
+    """A `SimStore` whose payload lies in the real slab file; only the clock is simulated."""
+
+    def _on_device(self, file: Slab) -> Slab:
+        self.slab = FaultSlab(file, rates=self.rates)
+        return self.slab
 
 
 class DiskRig:

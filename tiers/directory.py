@@ -260,7 +260,8 @@ def _prepare(path: str) -> None:
             found=", ".join(foreign[:NAMES_SHOWN]),
             entries=len(foreign),
         )
-    os.chmod(path, 0o700)
+    if stat.S_IMODE(found.st_mode) != 0o700:  # a read-only file system is for `_lock` to name
+        os.chmod(path, 0o700)
 
 
 def _lock(path: str) -> tuple[int, str]:

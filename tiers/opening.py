@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import lmdb
 
-from ebbtide.errors import TierUnavailableError
+from ebbtide.errors import ConfigError, TierUnavailableError
+from ebbtide.machine import free_disk_bytes
 from ebbtide.tiers.arena import Arena
 from ebbtide.tiers.bounds import Bounds
 from ebbtide.tiers.directory import Directory
@@ -74,6 +75,15 @@ class OpenDisk:
             self._shrink_index(self.directory.geometry)
             try:
                 self._open()
+            except lmdb.DiskError as error:  # a full drive must not cost what it holds
+                raise ConfigError(
+                    "The file system has no room for the index",
+                    next_step="Free space, or use another [disk] path.",
+                    path=self.directory.index_path,
+                    index_bytes=self.directory.geometry.index_bytes,
+                    free_bytes=free_disk_bytes(path),
+                    reason=str(error),
+                ) from error
             except lmdb.Error as error:
                 # A damaged index is never repaired: this is a cache.
                 _log.error("The index cannot be used (%s): the disk tier starts empty", error)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 RUN_BYTES_MAX = 1 << 20  # neighbours are merged into one call up to this size
 RUN_RECORDS_MAX = 256  # well below IOV_MAX
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+BLOCK_BYTES = 512  # of st_blocks
 
 
 class Slab(Protocol):
@@ -52,7 +54,7 @@ class SlabFile:
             self._fd = _open(path, 0)
         with ExitStack() as on_failure:
             on_failure.callback(self.close)
-            _allocate(self._fd, size_bytes)
+            _allocate(self._fd, path, size_bytes)
             if self.direct and not _direct_works(self._fd, size_bytes):
                 self.close()
                 self.direct, self._fd = False, _open(path, 0)
@@ -101,11 +103,27 @@ def _open(path: str, extra_flags: int) -> int:
     return fd
 
 
-def _allocate(fd: int, size_bytes: int) -> None:
-    if os.fstat(fd).st_size > size_bytes:
+def _allocate(fd: int, path: str, size_bytes: int) -> None:
+    before = os.fstat(fd)
+    if before.st_size > size_bytes:
         os.ftruncate(fd, size_bytes)
-    if size_bytes:
-        os.posix_fallocate(fd, 0, size_bytes)
+    try:
+        if size_bytes:
+            os.posix_fallocate(fd, 0, size_bytes)
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        os.ftruncate(fd, min(before.st_size, size_bytes))  # what it took before it failed
+        free = os.fstatvfs(fd)
+        raise ConfigError(
+            "The file system has no room for the slab",
+            next_step="Free space, lower [disk] capacity, or use another [disk] path.",
+            path=path,
+            slab_bytes=size_bytes,
+            missing_bytes=max(0, size_bytes - before.st_blocks * BLOCK_BYTES),
+            free_bytes=free.f_bavail * free.f_frsize,
+            reason=error.strerror,
+        ) from error
 
 
 def _direct_works(fd: int, size_bytes: int) -> bool:

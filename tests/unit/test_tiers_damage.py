@@ -5,13 +5,16 @@ the miss of a record that was left alone.
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from random import Random
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.disk_rig import StoreOnFiles
 
 from ebbtide.testing import SimStore
+from ebbtide.tiers import slab
 from ebbtide.tiers.bounds import Bounds
 from ebbtide.tiers.index import RECORD, DurableIndex
 from ebbtide.tiers.reasons import Miss
@@ -271,3 +274,44 @@ def test_the_index_of_another_directory_brings_no_wrong_byte(sim: SimStore, tmp_
             else:
                 wrong += 1
     assert wrong > 0
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_p40_a_slab_that_is_cut_while_it_is_open_costs_its_records_and_no_more(
+    direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them is a miss, what is stored afterwards is right, also after a restart."""
+    if not direct:
+        monkeypatch.setattr(slab, "_direct_works", lambda fd, size: False)
+    with StoreOnFiles(
+        13,
+        16 * PAGE,
+        disk_path=str(tmp_path / "d"),
+        slab_bytes=SLOTS * PAGE,
+        bounds=Bounds.for_capacity(16 * PAGE, write_after_s=0.0),
+    ) as sim:
+        fill(sim)
+        space, disk = sim.namespace(SPACES[0]), sim.store.disk
+        assert disk is not None
+        assert disk.slab.direct is direct
+        records = disk.index.records_of(space.epoch)
+        border = sorted(record.offset for record in records)[len(records) // 2]
+        gone = {record.key for record in records if record.offset >= border}
+        in_memory = {key for key in keys() if sim.store.memory.find(space.epoch, key)}
+        os.truncate(tmp_path / "d" / "slab", border)
+        for key in keys():
+            (found,) = sim.get(space, [key])
+            if key in gone - in_memory:
+                assert found == Miss.IO_ERROR
+            else:
+                assert found == sim.content(space, key, LENGTH)
+        assert len(gone - in_memory) > len(records) // 4
+        assert (disk.down, disk.corrupt) == (None, 0)
+        fill(sim)
+        assert sim.restart()
+        for name in SPACES:
+            space = sim.namespace(name)
+            for key in keys():
+                (found,) = sim.get(space, [key])
+                assert found in (sim.content(space, key, LENGTH), Miss.CORRUPT)
+                assert name == SPACES[1] or isinstance(found, bytes)

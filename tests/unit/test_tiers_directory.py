@@ -316,6 +316,26 @@ def test_any_lmdb_error_while_opening_starts_empty(
     assert calls
 
 
+def test_an_index_that_has_no_room_to_be_opened_is_refused_with_the_numbers_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "disk"
+    with SimStore(1, 16 * PAGE, disk_path=str(place), slab_bytes=64 * PAGE) as sim:
+        sim.put(sim.namespace(), [key_of(1)], PAGE)
+        sim.drain()
+
+    def fail(*args: object) -> object:
+        raise lmdb.DiskError("made up")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DurableIndex, "mark_clean", fail)
+        with pytest.raises(ConfigError, match=r"free_bytes=\d+.*Free space"):
+            open_disk(place)
+    disk = open_disk(place)
+    assert disk.tier.records == 1
+    close(disk)
+
+
 def test_a_failed_opening_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The leak check of every test sees slab and index descriptors."""
 
