@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ebbtide.tiers.commit import Committer
 from ebbtide.tiers.digest import record_digest, record_seed
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("ebbtide.tiers.disk")
 
+RESET_PIECE = 64  # records: a millisecond or two
 QUARANTINE_SHARE = 16  # of the slab; a drive with more bad slots is out of service
 SPARE_SHARE = 16  # slots worth a sixteenth of the slab are evicted ahead, so that puts rarely wait
 
@@ -70,6 +74,8 @@ class DiskTier:
         self.write_bytes = 0
         self.read_bytes = 0
         self.on_evict: Callable[[int, bytes], None] = lambda epoch, key: None
+        self.on_reset: Callable[[int, bytes], None] = lambda epoch, key: None
+        self._leaving: dict[int, list[int]] = {}  # by epoch: those before it, not gone yet
         self.on_lost: Callable[[int, bytes], None] = lambda epoch, key: None
         self.digests: dict[int, bytes] = {}  # namespace digest by epoch
         self._runtime = runtime
@@ -106,7 +112,7 @@ class DiskTier:
 
     def keys(self, epoch: int) -> list[bytes]:
         """The keys of the epoch's records. O(records)."""
-        return [self.index.table.key(row) for row in self.index.rows_of(epoch)]
+        return [self.index.table.key(row) for row in self.index.rows_of(epoch).tolist()]
 
     # -- namespaces -----------------------------------------------------------------------------
 
@@ -118,14 +124,42 @@ class DiskTier:
     def reset(
         self, old_epoch: int, namespace: StoredNamespace, done: Callable[[bool], None]
     ) -> None:
-        """Forget an epoch. `done(True)` when no crash can bring it back."""
-        for row in self.index.rows_of(old_epoch):
-            if self.index.is_whole(row):
-                self._discard(row)
+        """Forget an epoch. `done(True)` when no crash can bring it back.
+
+        1. From now on nothing is found of it: the namespace has another epoch.
+        2. A commit says so, and `done` is called: an opening drops what belongs to an epoch that no
+           namespace has.
+        3. Its records give their slots back in small pieces, meanwhile and later.
+        """
         # Records still being written find their epoch gone when the write returns.
         self.digests.pop(old_epoch, None)
         self.adopt_namespace(namespace)
         self._committer.flush(lambda ok: done(ok and not self.down))
+        self._leaving[namespace.epoch] = [*self._leaving.pop(old_epoch, ()), old_epoch]
+        rows = self.index.rows_of(old_epoch)
+        self._leave_some(rows, self.index.table.sequence[rows].astype(np.int64), old_epoch)
+
+    def was_reset(self, epoch: int, key: bytes) -> bool:
+        """Whether the key's record is just leaving, after the reset that began this epoch."""
+        return any(self.holds(old, key) for old in self._leaving.get(epoch, ()))
+
+    def _leave_some(self, rows: Ints, sequences: Ints, old_epoch: int) -> None:
+        """The first few of a reset, where they are still those records, and the rest soon."""
+        table = self.index.table
+        epoch = next(new for new, olds in self._leaving.items() if old_epoch in olds)
+        some = slice(0, RESET_PIECE)
+        for row, sequence in zip(rows[some].tolist(), sequences[some].tolist(), strict=True):
+            if self.index.is_whole(row) and table.sequence_of[row] == sequence:
+                key = table.key(row)
+                self.on_reset(epoch, key)
+                self._leave(row, old_epoch, key)
+        if len(rows) > RESET_PIECE and not self.down:
+            rest = partial(self._leave_some, rows[RESET_PIECE:], sequences[RESET_PIECE:], old_epoch)
+            self._runtime.call_later(0.0, rest)
+            return
+        self._leaving[epoch].remove(old_epoch)
+        if not self._leaving[epoch]:
+            del self._leaving[epoch]
 
     def adopt(self, columns: Columns, order: Ints) -> Bools:
         """Committed records, at opening. See `DiskIndex.adopt`."""

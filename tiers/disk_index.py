@@ -58,16 +58,16 @@ class DiskIndex:
         """The same of many, at a tenth of the cost per key."""
         return self._keys.find_many(epoch, keys)
 
-    def rows_of(self, epoch: int) -> list[int]:
+    def rows_of(self, epoch: int) -> Ints:
         """Of the records of an epoch that are held or being written. O(rows), vectorised."""
         rows = self.table.rows_of(epoch)
         states = self.table.state[rows]
-        found: list[int] = rows[(states == _WRITING) | (states == _WHOLE)].tolist()
+        found: Ints = rows[(states == _WRITING) | (states == _WHOLE)]
         return found
 
     def records_of(self, epoch: int) -> list[DiskRecord]:
         """The same, with all that is known of each. O(rows), a microsecond per record."""
-        return [self.record(row) for row in self.rows_of(epoch)]
+        return [self.record(row) for row in self.rows_of(epoch).tolist()]
 
     def is_whole(self, row: int) -> bool:
         """Whether it can be read now."""

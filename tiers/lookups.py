@@ -35,10 +35,10 @@ class Lookups:
         records, payload_bytes = len(in_memory), sum(r.length for r in in_memory.values())
         if disk is not None and not disk.down:
             index = disk.index
-            below = set(index.rows_of(namespace.epoch))
-            below.difference_update(index.find_many(namespace.epoch, list(in_memory)).tolist())
+            both = index.find_many(namespace.epoch, list(in_memory))
+            below = np.setdiff1d(index.rows_of(namespace.epoch), both)
             records += len(below)
-            payload_bytes += sum(index.table.length_of[row] for row in below)
+            payload_bytes += int(index.table.length[below].sum(dtype=np.uint64))
         return records, payload_bytes
 
     def states(self, namespace: Namespace, keys: Sequence[bytes]) -> bytes:
@@ -74,6 +74,8 @@ class Lookups:
         reason = self._store.ghosts.reason(namespace.epoch, key)
         if reason is not Miss.NEVER_SEEN:
             return reason
+        if disk is not None and disk.was_reset(namespace.epoch, key):
+            return Miss.RESET
         for other in self._store.namespaces:
             if other is not namespace and (
                 key in self._store.memory.index(other.epoch) or self.on_disk(other, key)

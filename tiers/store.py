@@ -482,8 +482,6 @@ class Store:
         old_epoch = namespace.epoch
         self._pins.drop_epoch(old_epoch)
         gone = [*self.memory.index(old_epoch)]
-        if self.disk is not None and not self.disk.down:
-            gone += self.disk.keys(old_epoch)
         self.memory.forget(old_epoch)
         stored = self.namespaces.renew(namespace)
         for key in gone:
@@ -498,11 +496,17 @@ class Store:
     def _listen(self, disk: DiskTier) -> None:
         disk.on_evict = self._disk_evicted
         disk.on_lost = self._disk_lost
+        disk.on_reset = self._disk_reset
 
     def _disk_evicted(self, epoch: int, key: bytes) -> None:
         if self.memory.find(epoch, key) is None:
             self.ghosts.remember(epoch, key, Miss.EVICTED)
         self._event("evicted", epoch, key, Place.DISK)
+
+    def _disk_reset(self, epoch: int, key: bytes) -> None:
+        """A record of a life before this one has left. Since then its key may have been stored."""
+        if self.ghosts.reason(epoch, key) is Miss.NEVER_SEEN:
+            self.ghosts.remember(epoch, key, Miss.RESET)
 
     def _disk_lost(self, epoch: int, key: bytes) -> None:
         record = self.memory.find(epoch, key)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import pytest
 
 from ebbtide.testing import RecordingSink, SimStore
 from ebbtide.testing.conformance import key_of
+from ebbtide.tiers import disk as disk_module
 from ebbtide.tiers.reasons import Miss, Place
 from ebbtide.tiers.runtime import VERIFY
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 PAGE = 4096
 ONE, TWO = b"engine-1", b"engine-2"
@@ -80,6 +87,63 @@ def test_slots_that_a_reset_leaves_with_their_writers_stay_counted(sim: SimStore
     assert sim.store.abort(ONE, [grant.sequence for grant in first]) == bytes(15)
     assert sim.store.memory.reserved_bytes == 0
     sim.store.check_integrity()
+
+
+@pytest.fixture
+def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimStore]:
+    """20 records on disk, which a reset takes in pieces of two."""
+    monkeypatch.setattr(disk_module, "RESET_PIECE", 2)
+    with SimStore(3, 8 * PAGE, disk_path=str(tmp_path / "d"), slab_bytes=32 * PAGE) as sim:
+        for number in range(20):
+            sim.put(sim.namespace(), keys_of(number), PAGE)
+        assert sim.drain()
+        assert sim.store.disk is not None
+        assert sim.store.disk.records == 20
+        yield sim
+
+
+def test_a_reset_is_answered_at_once_and_the_slots_come_back_in_pieces(large: SimStore) -> None:
+    space, keys, disk = large.namespace(), keys_of(*range(20)), large.store.disk
+    assert disk is not None
+    answers = reset(large, space)
+    assert disk.records == 18  # no call takes longer than two records
+    assert large.store.lookup(space, keys) == bytes([Miss.RESET]) * 20
+    large.store.check_integrity()
+    large.put(space, keys[5:6], PAGE)  # in the new life, while the old one leaves
+    large.runtime.run_until(lambda: bool(answers) and disk.records <= 1)
+    assert answers == [True]
+    assert large.drain()
+    assert [r.key for r in disk.index.records_of(space.epoch)] == keys[5:6]
+    assert large.get(space, keys[5:6]) == [large.content(space, keys[5], PAGE)]
+    found = large.store.lookup(space, keys)
+    assert found == bytes([Miss.RESET] * 5 + [Place.MEMORY] + [Miss.RESET] * 14)
+    large.store.check_integrity()
+
+
+def test_two_resets_in_a_row_leave_nothing_and_know_the_reason(large: SimStore) -> None:
+    space, keys, disk = large.namespace(), keys_of(*range(20)), large.store.disk
+    assert disk is not None
+    reset(large, space)
+    left = {r.key for r in disk.index.records_of(space.epoch - 1)}
+    reset(large, space)
+    # What had left before the second reset has no reason in the life that it began.
+    expected = bytes([Miss.RESET if key in left else Miss.NEVER_SEEN for key in keys])
+    assert large.store.lookup(space, keys) == expected
+    large.runtime.run_until(lambda: disk.records == 0)
+    assert large.store.lookup(space, keys) == expected
+    assert len(left) == 18
+    assert disk._leaving == {}
+
+
+def test_a_power_cut_behind_the_answer_brings_nothing_back(large: SimStore) -> None:
+    space, keys = large.namespace(), keys_of(*range(20))
+    answers = reset(large, space)
+    large.runtime.run_until(lambda: bool(answers))
+    assert answers == [True]
+    large.lose_power()
+    assert large.store.disk is not None
+    assert large.store.disk.records == 0
+    assert large.get(large.namespace(), keys) == [Miss.NEVER_SEEN] * 20
 
 
 def test_a_reset_of_all_resets_all_and_epochs_are_never_used_again(sim: SimStore) -> None:
