@@ -135,6 +135,32 @@ def test_two_resets_in_a_row_leave_nothing_and_know_the_reason(large: SimStore) 
     assert disk._leaving == {}
 
 
+def test_a_row_that_was_given_out_again_meanwhile_is_not_the_resets(
+    large: SimStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space, disk = large.namespace(), large.store.disk
+    assert disk is not None
+    monkeypatch.setattr(disk_module, "RESET_PIECE", 0)  # nothing leaves for now
+    reset(large, space)
+    (gone,) = [r for r in disk.index.records_of(space.epoch - 1) if r.key == key_of(7)]
+    disk.discard(gone)  # as an eviction
+    answers: list[bool] = []
+    disk.flush(answers.append)
+    large.runtime.run_until(lambda: bool(answers))
+    large.put(space, keys_of(77), PAGE)
+    large.store.flush(answers.append)
+    large.runtime.run_until(lambda: disk.holds(space.epoch, key_of(77)))
+    new = disk.index.find(space.epoch, key_of(77))
+    assert new == gone.row
+    large.runtime.run_until(lambda: disk.index.is_whole(new))
+    monkeypatch.setattr(disk_module, "RESET_PIECE", 64)
+    large.runtime.run_until(lambda: disk.records == 1)
+    assert large.drain()
+    assert large.store.lookup(space, keys_of(77)) == bytes([Place.MEMORY])
+    assert disk.index.find(space.epoch, key_of(77)) == new
+    large.store.check_integrity()
+
+
 def test_a_power_cut_behind_the_answer_brings_nothing_back(large: SimStore) -> None:
     space, keys = large.namespace(), keys_of(*range(20))
     answers = reset(large, space)
