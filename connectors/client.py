@@ -128,6 +128,7 @@ class SocketClient:
         self.arena_generation = 0
         self.arena: Arena | None = None
         self.load_window_bytes = 0
+        self.protocol = (0, 0)  # that the store speaks
         self._hello = wire.encode(0, wire.Hello(engine, role, arena))
         self._wants_arena = arena
         self._frame_bytes_max = wire.FRAME_BYTES_MAX
@@ -323,6 +324,7 @@ class SocketClient:
                 return
         self.arena_generation = welcome.arena_generation
         self.load_window_bytes = welcome.load_window_bytes
+        self.protocol = welcome.protocol
         self._frame_bytes_max = min(welcome.frame_bytes_max, wire.FRAME_BYTES_MAX)
         self.incarnation += 1
         self._greeted = True

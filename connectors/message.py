@@ -19,7 +19,7 @@ from ebbtide.errors import MisuseError, ProtocolError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-VERSION = (1, 0)
+VERSION = (1, 1)  # 1.1: DESCRIBE, CHECK, PURGE
 FRAME_BYTES_MAX = 4 << 20
 ALL_NAMESPACES = 2**32 - 1
 ENGINE_ID_BYTES = 16

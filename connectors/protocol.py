@@ -25,9 +25,12 @@ from ebbtide.connectors.replies import (
     Welcome,
 )
 from ebbtide.connectors.requests import (
+    COMMAND_ROLE,
     Abort,
     Ack,
+    Check,
     Commit,
+    Describe,
     Events,
     Flush,
     Hello,
@@ -35,6 +38,7 @@ from ebbtide.connectors.requests import (
     Lookup,
     OpenNamespace,
     Pin,
+    Purge,
     Release,
     Reserve,
     Reset,
@@ -46,6 +50,7 @@ from ebbtide.errors import MisuseError, ProtocolError
 
 __all__ = [
     "ALL_NAMESPACES",
+    "COMMAND_ROLE",
     "FRAME_BYTES_MAX",
     "HEADER",
     "KEYS_MAX",
@@ -55,8 +60,10 @@ __all__ = [
     "Abort",
     "Ack",
     "Batch",
+    "Check",
     "Commit",
     "Decoder",
+    "Describe",
     "Done",
     "Events",
     "Failed",
@@ -71,6 +78,7 @@ __all__ = [
     "Ok",
     "OpenNamespace",
     "Pin",
+    "Purge",
     "Release",
     "Report",
     "Reserve",
@@ -88,7 +96,7 @@ HEADER = struct.Struct("<IBBHQ")
 
 REQUESTS: tuple[type[Message], ...] = (
     Hello, OpenNamespace, Lookup, Touch, Reserve, Commit, Abort, LoadKeys, Ack, Release, Reset, Pin,
-    Unpin, Stats, Events, Flush,
+    Unpin, Stats, Events, Flush, Describe, Check, Purge,
 )  # fmt: skip
 REPLIES: tuple[type[Message], ...] = (
     Welcome, NamespaceOpened, States, Grants, Settled, Batch, Failed, Done, Ok, Report, Failure,

@@ -26,6 +26,8 @@ from ebbtide.connectors.message import (
 from ebbtide.errors import MisuseError, ProtocolError
 
 ROLE_CHARACTERS_MAX = 64
+COMMAND_ROLE = "command"  # of a visitor: it neither keeps a private store alive nor ends it
+NAMESPACE_DIGEST_BYTES = 32
 ITEMS_MAX = 4096  # CBOR items of one request
 
 _KEYS_HEAD = struct.Struct("<IH")
@@ -238,3 +240,51 @@ class Events(Message):
 @dataclass(frozen=True, slots=True)
 class Flush(Message):
     kind: ClassVar[int] = 16
+
+
+# -- of commands, since 1.1 -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Started(Message):
+    start: int = 0  # 0, then the `next` of the answer before
+
+    def body(self) -> bytes:
+        if not 0 <= self.start < 1 << 64:
+            raise MisuseError("A start is an unsigned number of 64 bits", start=self.start)
+        return cbor2.dumps({"start": self.start})
+
+    @classmethod
+    def parse(cls, body: memoryview) -> Message:
+        fields = read_fields(body, {"start": int}, items_max=ITEMS_MAX)
+        if fields["start"] < 0:
+            raise ProtocolError("A start is not negative", kind=cls.kind)
+        return cls(**fields)
+
+
+@dataclass(frozen=True, slots=True)
+class Describe(_Started):
+    kind: ClassVar[int] = 17
+
+
+@dataclass(frozen=True, slots=True)
+class Check(_Started):
+    kind: ClassVar[int] = 18
+
+
+@dataclass(frozen=True, slots=True)
+class Purge(Message):
+    kind: ClassVar[int] = 19
+    namespace: bytes  # its digest
+
+    def body(self) -> bytes:
+        if len(self.namespace) != NAMESPACE_DIGEST_BYTES:
+            raise MisuseError("A namespace's digest has 32 bytes", got=len(self.namespace))
+        return cbor2.dumps({"namespace": self.namespace})
+
+    @classmethod
+    def parse(cls, body: memoryview) -> Message:
+        fields = read_fields(body, {"namespace": bytes}, items_max=ITEMS_MAX)
+        if len(fields["namespace"]) != NAMESPACE_DIGEST_BYTES:
+            raise ProtocolError("A namespace's digest has 32 bytes", kind=cls.kind)
+        return cls(**fields)

@@ -81,6 +81,8 @@ async def _serve(
             connections_max=limits.connections_max,
             frame_bytes_max=limits.frame_max_bytes,
         )
+        if opened.open_disk is not None:
+            opened.open_disk.directory.name_socket(endpoint.path)
         if config.memory.populate:
             _populate(opened, runtime, ending)
         _announce(opened, config)

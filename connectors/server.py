@@ -64,6 +64,7 @@ class _Engine:
     def __init__(self) -> None:
         self.mapping: dict[object, int] = {}  # pidfds of processes that were given the arena
         self.connections: set[_Connection] = set()
+        self.works = False  # not a command that only visits
 
 
 class _Connection:
@@ -163,7 +164,8 @@ class _Connection:
             self._arena_fd = self._server.store.arena.fd
         _log.info("engine %s: a %r connects", message.engine.hex(), message.role)
         self.session = Session(self._server.store, message.engine, self.send)
-        self._server.engine_connected(message.engine, self, process)
+        works = message.role != wire.COMMAND_ROLE
+        self._server.engine_connected(message.engine, self, process, works=works)
         self.send(0, self._server.welcome)
 
     def _writable(self) -> None:
@@ -267,10 +269,11 @@ class StoreServer:
         self.store.counts["faults"] += 1
 
     def engine_connected(
-        self, engine: bytes, connection: _Connection, process: Process | None
+        self, engine: bytes, connection: _Connection, process: Process | None, *, works: bool
     ) -> None:
         """A client has said which engine it belongs to; `process` when it gets the arena."""
         known = self._engines.setdefault(engine, _Engine())
+        known.works = known.works or works
         known.connections.add(connection)
         if process is None:
             return
@@ -304,10 +307,11 @@ class StoreServer:
             return
         del self._engines[engine]
         self.store.engine_gone(engine)
-        self._stop_if_deserted()
+        if known.works:
+            self._stop_if_deserted()
 
     def _stop_if_deserted(self) -> None:
-        if self._private and not self._engines:
+        if self._private and not any(engine.works for engine in self._engines.values()):
             self.stop()
 
     def _listen(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ebbtide.connectors import protocol as wire
 from ebbtide.errors import EbbtideError, MisuseError, ProtocolError
@@ -125,6 +125,8 @@ class Session:
                 self._events(ticket, message.since)
             case wire.Flush():
                 store.flush(lambda ok: reply(ticket, _done_or_down(ok)))
+            case wire.Check():
+                store.care.checks.check(message.start, self._report_to(ticket))
             case _:
                 raise ProtocolError("A client may not send this kind", kind=message.kind)
 
@@ -174,6 +176,17 @@ class Session:
     def load_over(self, ticket: int) -> None:
         """A load holds nothing any more."""
         self._loads.pop(ticket, None)
+
+    def _report_to(self, ticket: int) -> Callable[[dict[str, Any] | EbbtideError], None]:
+        """Whoever calls it answers the ticket."""
+
+        def report(found: dict[str, Any] | EbbtideError) -> None:
+            if isinstance(found, EbbtideError):
+                self.send(ticket, failure_of(found))
+            else:
+                self.send(ticket, wire.Report(found))
+
+        return report
 
     def _events(self, ticket: int, since: int) -> None:
         events = self.store.events_since(since)[:EVENTS_MAX]

@@ -14,9 +14,14 @@ if TYPE_CHECKING:
 ARENA_BYTES = 1 << 16
 
 
-def welcome(arena_bytes: int = ARENA_BYTES, generation: int = 1) -> wire.Welcome:
+def welcome(
+    arena_bytes: int = ARENA_BYTES,
+    generation: int = 1,
+    protocol: tuple[int, int] = wire.VERSION,
+) -> wire.Welcome:
     """A greeting."""
-    return wire.Welcome(bytes(16), generation, arena_bytes, 4096, 1 << 14, wire.FRAME_BYTES_MAX)
+    sizes = (arena_bytes, 4096, 1 << 14, wire.FRAME_BYTES_MAX)
+    return wire.Welcome(bytes(16), generation, *sizes, protocol)
 
 
 class FakeStore:
@@ -27,6 +32,7 @@ class FakeStore:
         self.greet: Callable[[socket.socket], None] = self.welcome
         self.peers: list[socket.socket] = []
         self.generation = 0
+        self.protocol = wire.VERSION
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(path)
         self._listener.listen(8)
@@ -44,7 +50,7 @@ class FakeStore:
     def welcome(self, peer: socket.socket) -> None:
         """Greet without an arena."""
         self.generation += 1
-        peer.sendall(wire.encode(0, welcome(generation=self.generation)))
+        peer.sendall(wire.encode(0, welcome(ARENA_BYTES, self.generation, self.protocol)))
 
     def welcome_with(self, fd: int, arena_bytes: int = ARENA_BYTES) -> Callable[..., None]:
         """Greet with this descriptor."""

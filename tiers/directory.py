@@ -13,6 +13,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 
 from ebbtide.errors import ConfigError, TierUnavailableError
+from ebbtide.tiers.lock_file import owner_text, read_lock, read_owner, write_lock
 from ebbtide.tiers.segments import ALIGNMENT_BYTES, segment_bytes_for
 
 FORMAT = 1
@@ -132,9 +133,13 @@ class Directory:
         """The last owner closed the index in order, and nobody has changed its file since."""
         return self._last_words == self._index_mark()
 
+    def name_socket(self, socket: str) -> None:
+        """Tell whoever finds the directory in use where its store listens."""
+        write_lock(self._lock_fd, owner_text(os.path.abspath(socket)))
+
     def say_goodbye(self) -> None:
         """The index is closed in order. The last word before `close`."""
-        _write_lock(self._lock_fd, self._index_mark())
+        write_lock(self._lock_fd, self._index_mark())
 
     def _index_mark(self) -> str:
         try:
@@ -282,8 +287,8 @@ def _lock(path: str) -> tuple[int, str]:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except BlockingIOError:
-            owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
             if time.monotonic() > deadline:
+                owner = read_owner(read_lock(fd)).pid
                 os.close(fd)
                 raise ConfigError(
                     "Another store owns the disk directory",
@@ -292,11 +297,6 @@ def _lock(path: str) -> tuple[int, str]:
                     owner_pid=owner,
                 ) from None
             time.sleep(0.02)
-    last_words = os.pread(fd, 128, 0).decode("ascii", "replace")
-    _write_lock(fd, f"{os.getpid()}\n")
+    last_words = read_lock(fd)
+    write_lock(fd, owner_text())
     return fd, last_words
-
-
-def _write_lock(fd: int, text: str) -> None:
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, text.encode("ascii"), 0)

@@ -325,9 +325,9 @@ class DiskTier:
             return Miss.RESET if record.epoch not in self.digests else None
         return Miss.CORRUPT if corrupt else Miss.IO_ERROR
 
-    def pin(self, record: DiskRecord) -> None:
+    def pin(self, record: DiskRecord, *, hide: bool = True) -> None:
         """Keep the slot for a `get`, from the moment when the record was found."""
-        self.index.pin(record)
+        self.index.pin(record, hide=hide)
 
     # -- leaving --------------------------------------------------------------------------------
 

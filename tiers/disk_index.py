@@ -156,10 +156,14 @@ class DiskIndex:
         """Somebody asked for it."""
         self.space.touch(self.table.offset_of[row])
 
-    def pin(self, record: DiskRecord) -> None:
-        """Keep the slot until `unpin`. Raises MisuseError for a record that has gone."""
+    def pin(self, record: DiskRecord, *, hide: bool = True) -> None:
+        """Keep the slot until `unpin`. Raises MisuseError for a record that has gone.
+
+        With `hide` False the record keeps its place in the order of eviction, for whoever looks
+        without using it: it may be evicted meanwhile, and its slot goes with the last pin.
+        """
         self.check_present(record)
-        if self.table.pins_of[record.row] == 0:
+        if hide:
             self.space.hide(record.offset)
         self.table.pins_of[record.row] += 1
 

@@ -46,6 +46,7 @@ class Report:
     stale_recency: int = 0  # places in the saved order of records that are gone
     index_usable: bool = True
     repaired: int = 0  # entries taken out
+    by_store: bool = False  # by the store that runs on it: its index is the one in RAM
 
     @property
     def is_sound(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from typing import TYPE_CHECKING, NamedTuple
 
+from ebbtide.tiers.care import Care
 from ebbtide.tiers.ghosts import Ghosts
 from ebbtide.tiers.load import Load, Sink
 from ebbtide.tiers.lookups import Lookups
@@ -71,6 +72,7 @@ class Store:
         self.event_sequence = 0
         self.namespaces = Namespaces(stored_namespaces)
         self._sequence = 0
+        self.care = Care(self)
         self._lookups = Lookups(self)
         self._reservations = Reservations(self)
         self._pins = Pins(self.memory, bounds.pinned_max_bytes)

@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from ebbtide.cli import EXIT_CORRUPT, EXIT_DONE
+from ebbtide.connectors.owner import reach_owner
 from ebbtide.sizes import format_size
 from ebbtide.tiers.fsck import check_directory
 
@@ -18,9 +19,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
-    parser.add_argument(
-        "directory", metavar="DIR", help="[disk] path of a store that is not running"
-    )
+    parser.add_argument("directory", metavar="DIR", help="[disk] path of a store")
     parser.add_argument(
         "--repair", action="store_true", help="take what is not right out of the index"
     )
@@ -29,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0: sound. 3: corruption was found, repaired or not."""
-    report = check_directory(args.directory, repair=args.repair, progress=_progress)
+    report = _check(args.directory, repair=args.repair)
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr)
     if args.json:
@@ -40,6 +39,15 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_DONE if report.is_sound else EXIT_CORRUPT
 
 
+def _check(directory: str, *, repair: bool) -> Report:
+    """A running store is asked, with --repair or without: it drops what does not verify."""
+    owner = reach_owner(directory)
+    if owner is None:
+        return check_directory(directory, repair=repair, progress=_progress)
+    with owner:
+        return owner.check(_progress)
+
+
 def _progress(done: int, of: int) -> None:
     if sys.stderr.isatty():
         print(f"\rebbtide fsck: {done} of {of} records", end="", file=sys.stderr, flush=True)
@@ -48,7 +56,8 @@ def _progress(done: int, of: int) -> None:
 def _lines(report: Report) -> list[str]:
     if not report.index_usable:
         return ["The index cannot be read. A store would start empty on this directory."]
-    lines = [
+    lines = ["Checked by the store that runs on it"] if report.by_store else []
+    lines += [
         f"{report.records} records in {report.namespaces} namespaces, "
         f"{format_size(report.payload_bytes)} of {format_size(report.slab_bytes)}",
         f"{report.sound} sound",

@@ -61,6 +61,9 @@ MESSAGES: dict[type[wire.Message], SearchStrategy[wire.Message]] = {
     wire.Stats: st.just(wire.Stats()),
     wire.Events: st.builds(wire.Events, U64),
     wire.Flush: st.just(wire.Flush()),
+    wire.Describe: st.builds(wire.Describe, U64),
+    wire.Check: st.builds(wire.Check, U64),
+    wire.Purge: st.builds(wire.Purge, st.binary(min_size=32, max_size=32)),
     wire.Welcome: st.builds(
         wire.Welcome, st.binary(min_size=16, max_size=16), U64, U64, U32, U64, U32, VERSIONS
     ),
@@ -109,7 +112,7 @@ GOLDEN: list[tuple[int, wire.Message, str]] = [
     (3, wire.Done(), "00000000 4a 00 0000 0300000000000000"),
     (
         0,
-        wire.Hello(bytes(16), "worker", True),
+        wire.Hello(bytes(16), "worker", True, (1, 0)),
         "38000000 01 00 0000 0000000000000000 a4 68"
         + b"protocol".hex()
         + "820100 66"
@@ -123,6 +126,16 @@ GOLDEN: list[tuple[int, wire.Message, str]] = [
         + "65"
         + b"arena".hex()
         + "f5",
+    ),
+    (5, wire.Describe(), "08000000 11 00 0000 0500000000000000 a1 65" + b"start".hex() + "00"),
+    (5, wire.Check(24), "09000000 12 00 0000 0500000000000000 a1 65" + b"start".hex() + "1818"),
+    (
+        5,
+        wire.Purge(bytes(range(32))),
+        "2d000000 13 00 0000 0500000000000000 a1 69"
+        + b"namespace".hex()
+        + "5820"
+        + bytes(range(32)).hex(),
     ),
     (
         4,
@@ -236,6 +249,9 @@ def test_keys_of_both_widths_in_one_message_are_refused() -> None:
         wire.Grants(256, ()),
         wire.Grants(0, ((2**64, 0),)),
         wire.Failed(((0, -1),)),
+        wire.Check(-1),
+        wire.Describe(2**64),
+        wire.Purge(bytes(31)),
         wire.Hello(bytes(15), "worker", True),
         wire.Hello(bytes(16), "w" * 65, True),
         wire.Report({"unknown": object()}),

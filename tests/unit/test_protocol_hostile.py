@@ -39,6 +39,9 @@ HONEST: list[wire.Message] = [
     wire.Stats(),
     wire.Events(5),
     wire.Flush(),
+    wire.Describe(7),
+    wire.Check(1 << 40),
+    wire.Purge(bytes(range(32))),
     wire.Welcome(bytes(16), 1, 2, 3, 4, 5),
     wire.NamespaceOpened(1, bytes(32), 2, 3),
     wire.States(bytes(9)),
@@ -99,13 +102,13 @@ def test_20_000_mutated_frames_raise_nothing_but_protocol_errors() -> None:
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200))
 def test_garbage_raises_nothing_but_protocol_errors(garbage: bytes) -> None:
-    for kind in (1, 2, 65, 66, 69, 72, 76, 127):
+    for kind in (1, 2, 17, 18, 19, 65, 66, 69, 72, 76, 127):
         for stream in (garbage, _frame(kind, garbage)):
             with contextlib.suppress(ProtocolError):
                 wire.Decoder().feed(stream)
 
 
-@pytest.mark.parametrize("kind", [0, 17, 64, 68, 71, 77, 126, 128, 255])
+@pytest.mark.parametrize("kind", [0, 20, 64, 68, 71, 77, 126, 128, 255])
 def test_an_unknown_kind_is_refused_before_its_body_has_come(kind: int) -> None:
     _refused(_frame(kind, b"", size=1000))
 
@@ -281,6 +284,16 @@ def test_a_pickle_is_only_garbage() -> None:
         (1, {"engine": bytes(16), "role": "worker", "arena": True, "protocol": [True, 0]}),
         (2, {"descriptor": {}, "pending": False}),
         (2, {"descriptor": [], "pending": None}),
+        (17, {}),
+        (17, {"start": -1}),
+        (17, {"start": True}),
+        (18, {"start": "0"}),
+        (18, {"start": -(2**64)}),
+        (18, {"start": None}),
+        (19, {"namespace": bytes(31)}),
+        (19, {"namespace": bytes(33)}),
+        (19, {"namespace": "a" * 32}),
+        (19, {"name": bytes(32)}),
         (66, {"namespace": True, "digest": b"", "records": 0, "bytes": 0}),
         (76, {"report": []}),
         (127, {"error": "E", "problem": "p"}),

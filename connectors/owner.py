@@ -1,0 +1,86 @@
+"""How a command reaches the store that runs on a disk directory: by the socket that LOCK names."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from ebbtide.connectors import protocol as wire
+from ebbtide.connectors.client import SocketClient, ask
+from ebbtide.connectors.endpoint import answers
+from ebbtide.errors import ConfigError
+from ebbtide.tiers.fsck import Report
+from ebbtide.tiers.lock_file import find_owner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ANSWER_TIMEOUT_S = 60.0  # longer than a drive may hang before the store takes it out of service
+PAUSE_S_MAX = 1.0
+
+
+class OwnerClient:
+    """A connection of a command. One thread; a context manager."""
+
+    def __init__(self, socket: str) -> None:
+        """Raises TierUnavailableError when nobody answers, ConfigError when an older store does."""
+        self._client = SocketClient(socket, os.urandom(16), wire.COMMAND_ROLE, arena=False)
+        if self._client.protocol < wire.VERSION:
+            self._client.close()
+            raise ConfigError(
+                "The store is older than this command",
+                next_step="Stop the store first, or use the ebbtide that it runs.",
+                protocol=self._client.protocol,
+            )
+
+    def __enter__(self) -> OwnerClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
+    def check(self, progress: Callable[[int, int], None]) -> Report:
+        """Have every record verified. Blocks; pauses as long as the store has worked, so that
+        engines keep half of the drive at least.
+        """
+        total = Report(by_store=True)
+        start: int | None = 0
+        while start is not None:
+            begun = time.monotonic()
+            piece = self._report(wire.Check(start))
+            _add(total, piece)
+            progress(total.records, max(total.records, piece["held"]))
+            start = piece["next"]
+            if start is not None:
+                time.sleep(min(PAUSE_S_MAX, time.monotonic() - begun))
+        return total
+
+    def _report(self, request: wire.Message) -> dict[str, Any]:
+        answer = ask(self._client, request, ANSWER_TIMEOUT_S)
+        assert isinstance(answer, wire.Report)
+        return answer.report
+
+
+def reach_owner(directory: str) -> OwnerClient | None:
+    """The store that runs on the directory; None: none does, or none that listens (yet, or any
+    more): what is done then is done under the directory's own lock.
+    """
+    owner = find_owner(directory)
+    if owner is None or not owner.socket or not answers(owner.socket):
+        return None
+    return OwnerClient(owner.socket)
+
+
+def _add(total: Report, piece: dict[str, Any]) -> None:
+    total.records += piece["records"]
+    total.sound += piece["sound"]
+    total.garbage += piece["garbage"]
+    total.payload_bytes += piece["payload_bytes"]
+    for what, count in piece["bad"].items():
+        total.bad[what] = total.bad.get(what, 0) + count
+        total.repaired += count  # the store has dropped it: nobody is served a wrong byte
+    total.namespaces = piece["namespaces"]
+    if not total.slab_bytes:
+        total.slab_bytes = total.unused_bytes = piece["slab_bytes"]
+    total.unused_bytes -= piece["slot_bytes"]
