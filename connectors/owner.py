@@ -56,6 +56,17 @@ class OwnerClient:
                 time.sleep(min(PAUSE_S_MAX, time.monotonic() - begun))
         return total
 
+    def survey(self) -> dict[str, Any]:
+        """What every namespace holds and what became of its records. Blocks."""
+        found: dict[str, Any] = {"namespaces": []}
+        start: int | None = 0
+        while start is not None:
+            answer = self._report(wire.Describe(start))
+            found["namespaces"] += answer["namespaces"]
+            found["store"] = answer["store"]
+            start = answer["next"]
+        return found
+
     def _report(self, request: wire.Message) -> dict[str, Any]:
         answer = ask(self._client, request, ANSWER_TIMEOUT_S)
         assert isinstance(answer, wire.Report)

@@ -125,6 +125,8 @@ class Session:
                 self._events(ticket, message.since)
             case wire.Flush():
                 store.flush(lambda ok: reply(ticket, _done_or_down(ok)))
+            case wire.Describe():
+                store.care.surveys.describe(message.start, self._report_to(ticket))
             case wire.Check():
                 store.care.checks.check(message.start, self._report_to(ticket))
             case _:

@@ -23,6 +23,7 @@ import numpy as np
 from ebbtide.tiers.commit import Committer
 from ebbtide.tiers.digest import record_digest, record_seed
 from ebbtide.tiers.disk_index import DiskIndex
+from ebbtide.tiers.index import minute_of
 from ebbtide.tiers.key_index import NO_ROW
 from ebbtide.tiers.reasons import Miss
 from ebbtide.tiers.record_table import KEY_BYTES_MAX
@@ -179,6 +180,7 @@ class DiskTier:
 
     def _place_waiting(self) -> None:
         placed: list[tuple[Put, int]] = []
+        minute = minute_of(self._runtime.wall())
         while self._waiting:
             put = self._waiting[0]
             refused = self._refused(put)
@@ -187,7 +189,9 @@ class DiskTier:
                 put.done(refused)
                 continue
             self.sequence += 1
-            row = self.index.place(put.epoch, put.key, put.length, self.sequence, put.digest)
+            row = self.index.place(
+                put.epoch, put.key, put.length, self.sequence, put.digest, minute
+            )
             if row == NO_ROW:
                 self._evict_for(put.length)
                 break  # the commit that frees the slots comes back here

@@ -88,6 +88,7 @@ class DiskIndex:
             table.offset_of[row],
             table.sequence_of[row],
             table.digest_of(row),
+            table.minute_of[row],
         )
 
     def entry(self, row: int) -> Entry:
@@ -101,6 +102,7 @@ class DiskIndex:
             table.offset_of[row],
             table.sequence_of[row],
             table.digest_of(row),
+            table.minute_of[row],
         )
 
     def stride(self, row: int) -> int:
@@ -110,11 +112,13 @@ class DiskIndex:
 
     # -- arriving -------------------------------------------------------------------------------
 
-    def place(self, epoch: int, key: bytes, length: int, sequence: int, digest: bytes) -> int:
+    def place(
+        self, epoch: int, key: bytes, length: int, sequence: int, digest: bytes, minute: int
+    ) -> int:
         """A row and a slot for a record that is to be written. NO_ROW: something must go first."""
         if self.records >= self.records_max or self.table.is_full:
             return NO_ROW
-        row = self.table.add(epoch, key, length, sequence, digest)
+        row = self.table.add(epoch, key, length, sequence, digest, minute)
         self.table.state_of[row] = _WRITING
         offset = self.space.place(row, length)
         if offset is None:

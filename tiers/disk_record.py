@@ -30,6 +30,7 @@ class DiskRecord(NamedTuple):
     offset: int
     sequence: int
     digest: bytes
+    minute: int  # when it was stored
 
 
 class Put(NamedTuple):

@@ -10,16 +10,22 @@ from ebbtide.tiers.reasons import Miss
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
+    from ebbtide.tiers.tally import Tallies
+
 
 class Ghosts:
     """Why a key is not here. Fingerprints only: a collision gives a wrong reason, never bytes."""
 
-    def __init__(self, entries_max: int) -> None:
+    def __init__(self, entries_max: int, tallies: Tallies | None = None) -> None:
+        """`tallies`: where each one that leaves is counted."""
         self._entries_max = entries_max
+        self._tallies = tallies
         self._reasons: OrderedDict[int, Miss] = OrderedDict()
 
     def remember(self, epoch: int, key: Hashable, reason: Miss) -> None:
         """The key left, or was never let in. O(1); the oldest ghost makes room."""
+        if self._tallies is not None:
+            self._tallies.of(epoch).drops[reason] += 1
         name = hash((epoch, key))
         self._reasons[name] = reason
         self._reasons.move_to_end(name)

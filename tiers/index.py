@@ -24,8 +24,7 @@ Sequences = np.ndarray[Any, np.dtype[np.int64]]  # of records
 RECORD = struct.Struct("<BBHIQQ16s")
 RECORD_TYPE = np.dtype(
     [
-        ("codec", "u1"),
-        ("reserved", "V3"),
+        ("head", "<u4"),  # codec, and from the second byte on the minute
         ("length", "<u4"),
         ("offset", "<u8"),
         ("sequence", "<u8"),
@@ -33,6 +32,9 @@ RECORD_TYPE = np.dtype(
     ]
 )  # the same, of many
 CODEC_RAW = 0
+CODEC_BITS = 8
+CLOCK_START_S = 1_577_836_800  # 2020-01-01, UTC
+MINUTE_MAX = (1 << 24) - 1  # in 2051
 EPOCH_BYTES = 4
 RECENCY_CHUNK = 8192
 
@@ -47,6 +49,7 @@ class Entry(NamedTuple):
     offset: int
     sequence: int
     digest: bytes
+    minute: int = 0  # when it was stored, see `minute_of`
 
 
 class StoredNamespace(NamedTuple):
@@ -66,7 +69,13 @@ class IndexBatch:
 
     def add(self, entry: Entry) -> None:
         self.records[record_name(entry.epoch, entry.key)] = RECORD.pack(
-            entry.codec, 0, 0, entry.length, entry.offset, entry.sequence, entry.digest
+            entry.codec,
+            entry.minute & 0xFF,
+            entry.minute >> 8,
+            entry.length,
+            entry.offset,
+            entry.sequence,
+            entry.digest,
         )
 
     def remove(self, epoch: int, key: bytes) -> None:
@@ -84,6 +93,11 @@ class IndexBatch:
 def record_name(epoch: int, key: bytes) -> bytes:
     """The LMDB key: epoch (big-endian) + block hash + KV group."""
     return epoch.to_bytes(EPOCH_BYTES, "big") + key
+
+
+def minute_of(wall_s: float) -> int:
+    """Minutes since 2020, of seconds since 1970; 0 is for unknown: a clock that is not set."""
+    return min(max(int(wall_s - CLOCK_START_S) // 60, 0), MINUTE_MAX)
 
 
 class DurableIndex:
@@ -130,9 +144,10 @@ class DurableIndex:
                 if len(value) != RECORD.size or len(name) <= EPOCH_BYTES:
                     yield name, None
                     continue
-                codec, _, _, length, offset, sequence, digest = RECORD.unpack(value)
+                codec, low, high, length, offset, sequence, digest = RECORD.unpack(value)
                 epoch, key = int.from_bytes(name[:EPOCH_BYTES], "big"), name[EPOCH_BYTES:]
-                yield name, Entry(epoch, key, codec, length, offset, sequence, digest)
+                minute = high << 8 | low
+                yield name, Entry(epoch, key, codec, length, offset, sequence, digest, minute)
 
     def raw_entries(self, at_most: int) -> Iterator[list[tuple[bytes, bytes]]]:
         """Every (LMDB key, value), in pieces of so many. 0.4 s for a million."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ebbtide.tiers.disk_record import DiskRecord
     from ebbtide.tiers.namespace import Namespace
     from ebbtide.tiers.store import Store
+    from ebbtide.tiers.tally import Tally
 
 
 class Granted(NamedTuple):
@@ -138,7 +139,7 @@ class Load:
         if self.queued and not self._wants_slot:  # its place belongs to those who do
             self._store.leave_queue(self)
         if failures:
-            self._sink.failed(failures)
+            self._fail(failures)
         if verify:
             self._verify(verify)
         if read:
@@ -278,7 +279,7 @@ class Load:
                     self._let_go(record)
             self._grant(granted)
             if failures:
-                self._sink.failed(failures)
+                self._fail(failures)
             for step in steps:
                 waiting, step.record.waiting = step.record.waiting, []
                 for wake in waiting:
@@ -295,16 +296,25 @@ class Load:
         if not steps:
             return
         if self.released:  # nobody has been told of these: no copy can be under way
-            self._sink.failed([(step.position, Miss.CANCELLED) for step in steps])
+            self._fail([(step.position, Miss.CANCELLED) for step in steps])
             for step in steps:
                 self._let_go(step.record)
             return
         batch, self._next_batch = self._next_batch, self._next_batch + 1
         self._batches[batch] = [step.record for step in steps]
+        self._tally.hits.update(step.source for step in steps)
         self._sink.batch(
             batch,
             [Granted(s.position, s.record.length, s.source, s.record.offset) for s in steps],
         )
+
+    def _fail(self, failures: list[tuple[int, Miss]]) -> None:
+        self._tally.failed_loads.update(reason for _, reason in failures)
+        self._sink.failed(failures)
+
+    @property
+    def _tally(self) -> Tally:
+        return self._store.tallies.of(self._namespace.epoch)
 
     def _chunks(self, steps: list[_Step]) -> list[list[_Step]]:
         """Jobs of about `job_bytes`, so that the first records of a long load arrive early."""

@@ -7,6 +7,7 @@ eviction. Control thread only; every call is O(1) but for evictions that drain a
 
 from __future__ import annotations
 
+from collections import Counter
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -73,6 +74,7 @@ class MemoryTier:
         self.reserved_bytes = 0  # strides of RESERVED slots, also discarded ones still written
         self.pinned_bytes = 0  # strides of pinned slots
         self.records = 0
+        self.payload_of: Counter[int] = Counter()  # bytes of the records by epoch
 
     def index(self, epoch: int) -> dict[bytes, MemoryRecord]:
         """The epoch's records by key. Read only."""
@@ -86,7 +88,7 @@ class MemoryTier:
         """Discard every record of an epoch. Slots that are pinned go with their last pin."""
         for record in list(self.index(epoch).values()):
             self.discard(record)
-        del self._index[epoch]
+        del self._index[epoch], self.payload_of[epoch]
 
     def place(self, record: MemoryRecord, length: int) -> bool:
         """Take a free slot for a new record, pinned by whoever fills it. False: evict first."""
@@ -96,6 +98,7 @@ class MemoryTier:
         record.offset, record.length, record.stride = offset, length, self.space.stride(length)
         self.index(record.epoch)[record.key] = record
         self.records += 1
+        self.payload_of[record.epoch] += length
         if record.state is State.RESERVED:
             self.reserved_bytes += record.stride
         self.pin(record)
@@ -163,6 +166,7 @@ class MemoryTier:
         if index.get(record.key) is record:
             del index[record.key]
         self.records -= 1
+        self.payload_of[record.epoch] -= record.length
         self.clean(record)
         if record.pins:
             record.doomed = True
@@ -181,6 +185,10 @@ class MemoryTier:
         live = {(r.epoch, r.key): r for r in records if not r.doomed}
         if live != {(e, key): r for e, found in self._index.items() for key, r in found.items()}:
             raise MisuseError("The memory index and the slots disagree", records=len(live))
+
+        payload = {e: sum(r.length for r in found.values()) for e, found in self._index.items()}
+        if +Counter(payload) != +self.payload_of:
+            raise MisuseError("The payload of a namespace is miscounted", counted=payload)
 
         def strides(of: Callable[[MemoryRecord], bool]) -> int:
             return sum(record.stride for record in records if of(record))

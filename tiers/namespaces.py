@@ -43,6 +43,10 @@ class Namespaces:
         """The open namespace whose present epoch it is."""
         return self._by_epoch.get(epoch)
 
+    def by_digest(self, digest: bytes) -> Namespace | StoredNamespace | None:
+        """The open namespace, or what the directory knows of one that is not open."""
+        return self._by_digest.get(digest) or self._stored.get(digest)
+
     def to_store(self, namespace: Namespace) -> StoredNamespace | None:
         """What the directory does not have of it yet; from now on it counts as stored."""
         if namespace.digest in self._stored:
@@ -59,6 +63,10 @@ class Namespaces:
     def closed(self) -> list[StoredNamespace]:
         """Those that the directory knows and no engine of this store has opened."""
         return [stored for digest, stored in self._stored.items() if digest not in self._by_digest]
+
+    def digests(self) -> list[bytes]:
+        """Of all that are open or stored, in order."""
+        return sorted({*self._by_digest, *self._stored})
 
     def stored(self) -> list[StoredNamespace]:
         """All that the directory has to know, with their present epochs."""

@@ -62,6 +62,8 @@ class Reservations:
                 if store.mover is not None:
                     store.mover.press()
                 return grants, Miss.BUSY
+            missed = store.ghosts.reason(namespace.epoch, key)
+            store.tallies.of(namespace.epoch).misses[missed] += 1
             self._records[record.sequence] = record
             self._holdings.setdefault(engine, set()).add(record.sequence)
             grants.append(Grant(record.offset, record.sequence))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ebbtide.tiers.index import CODEC_RAW, EPOCH_BYTES, RECORD, RECORD_TYPE, record_name
+from ebbtide.tiers.index import CODEC_BITS, CODEC_RAW, EPOCH_BYTES, RECORD, RECORD_TYPE, record_name
 from ebbtide.tiers.key_index import NO_ROW
 from ebbtide.tiers.record_table import KEY_BYTES_MAX, WIDTH_BITS, WORDS, Columns
 
@@ -91,8 +91,9 @@ def _columns(names: Sequence[bytes], values: Sequence[bytes]) -> tuple[Columns, 
         offset=fields["offset"].astype(np.int64),
         sequence=fields["sequence"].astype(np.int64),
         digest=fields["digest"],
+        minute=fields["head"] >> np.uint32(CODEC_BITS),
     )
-    return columns, fields["codec"].astype(np.int64)
+    return columns, (fields["head"] & np.uint32((1 << CODEC_BITS) - 1)).astype(np.int64)
 
 
 def _lmdb_name(words: Ints) -> bytes:

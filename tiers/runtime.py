@@ -47,6 +47,10 @@ class Runtime(Protocol):
         """Monotonic seconds."""
         ...
 
+    def wall(self) -> float:
+        """Seconds since 1970 by the machine's clock, which may jump: to tell ages, never order."""
+        ...
+
     def call_later(self, delay_s: float, call: Callable[[], None]) -> Timer:
         """Run `call` on the control thread after `delay_s`."""
         ...
@@ -108,6 +112,9 @@ class ThreadRuntime:
 
     def now(self) -> float:
         return time.monotonic()
+
+    def wall(self) -> float:
+        return time.time()
 
     def call_later(self, delay_s: float, call: Callable[[], None]) -> Timer:
         timer = Timer(self.now() + delay_s, call)

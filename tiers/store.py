@@ -20,6 +20,7 @@ from ebbtide.tiers.namespaces import Namespaces
 from ebbtide.tiers.pins import Pins
 from ebbtide.tiers.reasons import Miss, Place, label
 from ebbtide.tiers.reservations import Grant, Reservations
+from ebbtide.tiers.tally import Tallies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -66,7 +67,8 @@ class Store:
         self.disk = disk
         self.bounds = bounds
         self.memory = MemoryTier(arena.capacity_bytes, alignment)
-        self.ghosts = Ghosts(bounds.ghost_entries)
+        self.tallies = Tallies()
+        self.ghosts = Ghosts(bounds.ghost_entries, self.tallies)
         self.counts: Counter[str] = Counter()
         self.events: deque[Event] = deque(maxlen=bounds.event_entries)
         self.event_sequence = 0
@@ -486,6 +488,7 @@ class Store:
         gone = [*self.memory.index(old_epoch)]
         self.memory.forget(old_epoch)
         stored = self.namespaces.renew(namespace)
+        self.tallies.renew(old_epoch, namespace.epoch)
         for key in gone:
             self.ghosts.remember(namespace.epoch, key, Miss.RESET)
         self.counts["resets"] += 1

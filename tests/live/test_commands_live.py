@@ -69,6 +69,24 @@ class Writer:
         eventually(self._clean)
         assert isinstance(ask(self.client, wire.Flush()), wire.Ok)
 
+    def load(self, first: int, count: int) -> None:
+        """Have records granted, compare them, and give them back."""
+        keys = tuple(key_of(number) for number in range(first, first + count))
+        ticket, seen = self.client.submit(wire.LoadKeys(self.namespace, keys)), 0
+        deadline = time.monotonic() + PATIENCE_S
+        while seen < count:
+            assert time.monotonic() < deadline
+            for completion in self.client.poll():
+                assert not isinstance(completion.message, wire.Failed)
+                if isinstance(completion.message, wire.Batch):
+                    for position, length, _, offset in completion.message.granted:
+                        assert self.client.arena is not None
+                        view = self.client.arena.view(offset, length)
+                        assert view == payload_of(keys[position])
+                        seen += 1
+                    self.client.notify(wire.Ack(ticket, completion.message.batch))
+            self.client.wait(0.05)
+
     def states(self, first: int, count: int) -> bytes:
         keys = tuple(key_of(number) for number in range(first, first + count))
         answer = ask(self.client, wire.Lookup(self.namespace, keys))
@@ -143,3 +161,28 @@ def test_a_command_neither_ends_a_private_store_nor_keeps_it_alive(house: House)
     engine.close()
     assert store.wait(PATIENCE_S) == 0
     visitor.close()
+
+
+def test_stats_tells_each_namespace_with_its_hits_and_drops(house: House) -> None:
+    start(house)
+    place, client = place_of(house), house.client(arena=True)
+    one, two = Writer(client, "one"), Writer(client, "two")
+    one.put(0, RECORDS)
+    two.put(0, 3)
+    assert ask(client, wire.Reset(two.namespace)) == wire.Ok()
+    one.load(0, 5)
+    found = answer_of("stats", str(place))
+    assert found["by_store"]
+    namespaces = {namespace["name"]: namespace for namespace in found["namespaces"]}
+    assert set(namespaces) == {one.name, two.name}
+    first, second = namespaces[one.name], namespaces[two.name]
+    assert first["fields"] == {"model": "one", "kv_dtype": "float16"}
+    assert (first["disk_records"], first["disk_bytes"]) == (RECORDS, RECORDS * RECORD_BYTES)
+    assert (first["memory_records"], first["hits"]) == (RECORDS, {"memory": 5})
+    assert 0 <= first["newest_s"] <= first["oldest_s"] < 180
+    assert (second["disk_records"], second["drops"]) == (0, {"reset": 3})
+    assert found["store"]["disk"]["capacity_bytes"] > 0
+    said = command("stats", str(place))
+    assert f"{one.name}  model=one  kv_dtype=float16" in said.stdout
+    assert f"  memory: {RECORDS} records, 2.5MiB" in said.stdout
+    assert "hits: 5 memory" in said.stdout

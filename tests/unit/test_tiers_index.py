@@ -36,13 +36,13 @@ ENTRY = Entry(
     offset=0x1_0000_3000,
     sequence=0x0A0B,
     digest=bytes(range(0xF0, 0x100)),
+    minute=0x2F_1E0D,
 )
 # As `docs/disk-format.md` has it: nothing here is computed by the code under test.
 GOLDEN_NAME = "01020304" + bytes(range(32)).hex() + "00000007"
 GOLDEN_VALUE = (
     "00"  # codec
-    "00"  # flags
-    "0000"
+    "0d1e2f"  # minute
     "00290000"  # length
     "0030000001000000"  # offset
     "0b0a000000000000"  # sequence

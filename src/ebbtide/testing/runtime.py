@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 STEP_S_MAX = 0.001  # how much time a step may take
 HURRY_ODDS = 16  # one step in so many lets the next timer come due before waiting I/O
 TRACE_STEPS = 40
+WALL_START_S = 1_750_000_000.0  # some day in 2025
 
 
 class StuckError(AssertionError):
@@ -69,6 +70,10 @@ class SimRuntime:
     def now(self) -> float:
         """Simulated seconds since the start. Only `step` and its relatives move them."""
         return self._now
+
+    def wall(self) -> float:
+        """As if the start had been at `WALL_START_S`."""
+        return WALL_START_S + self._now
 
     def call_later(self, delay_s: float, call: Callable[[], None]) -> Timer:
         """Run `call` in some step at or after `now() + delay_s`."""
