@@ -16,6 +16,7 @@ from ebbtide.tiers.lock_file import find_owner
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+PURGE_TIMEOUT_S = 3600.0  # of writing zeros
 ANSWER_TIMEOUT_S = 60.0  # longer than a drive may hang before the store takes it out of service
 PAUSE_S_MAX = 1.0
 
@@ -67,8 +68,12 @@ class OwnerClient:
             start = answer["next"]
         return found
 
-    def _report(self, request: wire.Message) -> dict[str, Any]:
-        answer = ask(self._client, request, ANSWER_TIMEOUT_S)
+    def purge(self, digest: bytes) -> dict[str, Any]:
+        """Have a namespace forgotten and its bytes overwritten. Blocks until that is durable."""
+        return self._report(wire.Purge(digest), PURGE_TIMEOUT_S)
+
+    def _report(self, request: wire.Message, timeout_s: float = ANSWER_TIMEOUT_S) -> dict[str, Any]:
+        answer = ask(self._client, request, timeout_s)
         assert isinstance(answer, wire.Report)
         return answer.report
 

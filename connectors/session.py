@@ -127,6 +127,8 @@ class Session:
                 store.flush(lambda ok: reply(ticket, _done_or_down(ok)))
             case wire.Describe():
                 store.care.surveys.describe(message.start, self._report_to(ticket))
+            case wire.Purge():
+                store.care.purges.purge(message.namespace, self._report_to(ticket))
             case wire.Check():
                 store.care.checks.check(message.start, self._report_to(ticket))
             case _:

@@ -83,6 +83,7 @@ class DiskTier:
         self.slab = slab
         self._waiting: deque[Put] = deque()  # puts without a slot yet
         self._freeing = 0  # slots whose removal waits for a commit
+        self._held_bytes = 0  # slots that a purge will give back: no reason to evict others
         self._started: dict[int, float] = {}  # reads and writes under way, since when
         self._starts = 0
         self._committer = Committer(
@@ -222,7 +223,7 @@ class DiskTier:
             return
         spare = self.space.capacity_bytes // SPARE_SHARE
         over_records = self.records - (self.records_max - self.records_max // SPARE_SHARE)
-        free = self.space.capacity_bytes - self.space.used_bytes + self._freeing
+        free = self.space.capacity_bytes - self.space.used_bytes + self._freeing + self._held_bytes
         if free >= spare and over_records <= 0:
             return
         stride = next(reversed(self.space.classes))
@@ -247,7 +248,7 @@ class DiskTier:
             return
         offset_of = self.index.table.offset_of
         runs, members = merge([(offset_of[row], put.view) for put, row in placed])
-        self._start(
+        self.start(
             WRITE,
             lambda run: self.slab.write(run.offset, run.views),
             runs,
@@ -272,7 +273,10 @@ class DiskTier:
     def _settle_write(self, row: int, error: BaseException | None) -> Miss | None:
         gone = self.index.table.epoch_of(row) not in self.digests
         if error is not None or gone or self.down:
-            self.index.forget(row)
+            if self.index.is_pinned(row):  # by a purge, which overwrites it first
+                self.index.leave(row)
+            else:
+                self.index.forget(row)
             return Miss.RESET if gone and error is None else Miss.IO_ERROR
         self.index.written(row)
         stride = self.index.stride(row)
@@ -311,7 +315,7 @@ class DiskTier:
             if self._waiting:  # what the read had pinned may go now
                 self._place_waiting()
 
-        self._start(READ, read, jobs, finished)
+        self.start(READ, read, jobs, finished)
 
     def _settle_read(
         self, record: DiskRecord, error: BaseException | None, good: int
@@ -322,8 +326,7 @@ class DiskTier:
             self._quarantine(row)
         elif not good and present:
             self._discard(row)
-        if self.index.unpin(row):
-            self._free_after_commit(row)
+        self._unpin(row)
         if good:
             self.read_bytes += self.index.stride(row)
             return Miss.RESET if record.epoch not in self.digests else None
@@ -332,6 +335,22 @@ class DiskTier:
     def pin(self, record: DiskRecord, *, hide: bool = True) -> None:
         """Keep the slot for a `get`, from the moment when the record was found."""
         self.index.pin(record, hide=hide)
+
+    def _unpin(self, row: int) -> None:
+        if self.index.unpin(row):
+            self._free_after_commit(row)
+
+    def hold(self, epoch: int) -> Ints:
+        """Pin all that an epoch has, for a purge. See `DiskIndex.hold`."""
+        rows = self.index.hold(epoch)
+        self._held_bytes += self.index.strides(rows)
+        return rows
+
+    def give_back(self, rows: Ints) -> None:
+        """Undo `hold`: slots of records that have left are handed out after the next commit."""
+        self._held_bytes -= self.index.strides(rows)
+        for row in rows.tolist():
+            self._unpin(row)
 
     # -- leaving --------------------------------------------------------------------------------
 
@@ -408,14 +427,14 @@ class DiskTier:
         """Close the files of a tier that is down and `quiet`. Idempotent."""
         self.close(clean=False)
 
-    def _start(
+    def start(
         self,
         pool: str,
         work: Callable[[Any], None],
         items: Sequence[Any],
         done: Callable[[list[BaseException | None]], None],
     ) -> None:
-        """As the runtime's, and known to be under way."""
+        """As the runtime's, for I/O on this tier's slab, and known to be under way."""
         self._starts += 1
         number = self._starts
         self._started[number] = self._runtime.now()

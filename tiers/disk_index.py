@@ -73,6 +73,10 @@ class DiskIndex:
         """Whether it can be read now."""
         return self.table.state_of[row] == _WHOLE
 
+    def is_pinned(self, row: int) -> bool:
+        """Whether somebody keeps its slot."""
+        return self.table.pins_of[row] > 0
+
     def is_bad(self, row: int) -> bool:
         """Whether it has shown wrong bytes."""
         return self.table.state_of[row] == _BAD
@@ -109,6 +113,11 @@ class DiskIndex:
         """Bytes of its slot."""
         alignment = self.space.alignment
         return -(-self.table.length_of[row] // alignment) * alignment
+
+    def strides(self, rows: Ints) -> int:
+        """Bytes of their slots together. Vectorised."""
+        lengths, alignment = self.table.length[rows].astype(np.int64), self.space.alignment
+        return int((-(-lengths // alignment) * alignment).sum())
 
     # -- arriving -------------------------------------------------------------------------------
 
@@ -170,6 +179,22 @@ class DiskIndex:
         if hide:
             self.space.hide(record.offset)
         self.table.pins_of[record.row] += 1
+
+    def hold(self, epoch: int) -> Ints:
+        """Pin every slot that has an epoch's bytes and is not on its way to be handed out again;
+        their rows. Also slots that are being written, and bad ones. O(rows), vectorised.
+        """
+        rows = self.table.rows_of(epoch)
+        going = (self.table.state[rows] == _LEAVING) & (self.table.pins[rows] == 0)
+        held: Ints = rows[~going]
+        self.table.pins[held] += 1
+        return held
+
+    def held_alone(self, rows: Ints) -> Bools:
+        """Which of these rows have left the index and are kept by one pin only. Vectorised."""
+        left = (self.table.state[rows] == _LEAVING) | (self.table.state[rows] == _BAD)
+        alone: Bools = left & (self.table.pins[rows] == 1)
+        return alone
 
     def unpin(self, row: int) -> bool:
         """Give one pin back. True: it was the last, and the slot is to be freed."""

@@ -56,6 +56,7 @@ VERBS = {
     "doctor": Verb("ebbtide.doctor", "look for what would keep a set-up from working"),
     "fsck": Verb("ebbtide.fsck", "check what lies in a disk directory"),
     "stats": Verb("ebbtide.stats", "tell what each namespace of a disk directory holds"),
+    "purge": Verb("ebbtide.purge", "forget a namespace and overwrite what it held"),
     "bench": Verb("ebbtide.bench.cli", "measure tiers and offloading"),
     "replay": Verb("ebbtide.bench.replay", "run a recorded trace through the policies"),
 }

@@ -18,6 +18,7 @@ from ebbtide.connectors import protocol as wire
 from ebbtide.connectors.client import SocketClient, ask
 from ebbtide.tiers.directory import LOCK_PATIENCE_S
 from ebbtide.tiers.lock_file import Owner, find_owner
+from ebbtide.tiers.reasons import Miss
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.live
 
 RECORDS = 20
+MANY = 240  # 30 MiB: to overwrite them takes a while
 DISK = {"capacity": "64MiB", "write_after": "0s", "commit_interval": "5ms"}
 
 
@@ -186,3 +188,75 @@ def test_stats_tells_each_namespace_with_its_hits_and_drops(house: House) -> Non
     assert f"{one.name}  model=one  kv_dtype=float16" in said.stdout
     assert f"  memory: {RECORDS} records, 2.5MiB" in said.stdout
     assert "hits: 5 memory" in said.stdout
+
+
+def slots_of(place: Path, to: Path, keys: set[bytes]) -> list[int]:
+    """Where these records lie in the slab."""
+    return [offset for key, offset, _ in raw_entries(copy_of_index(place, to)) if key in keys]
+
+
+def in_slab(place: Path, offset: int) -> bytes:
+    with open(place / "slab", "rb", buffering=0) as slab:
+        return os.pread(slab.fileno(), RECORD_BYTES, offset)
+
+
+def test_purge_forgets_one_namespace_and_leaves_zeros_where_it_was(house: House) -> None:
+    store, place = start(house), place_of(house)
+    client = house.client(arena=True)
+    one, two = Writer(client, "one"), Writer(client, "two")
+    one.put(0, RECORDS)
+    two.put(100, RECORDS)
+    slots = slots_of(place, house.directory / "copy", {key_of(n) for n in range(RECORDS)})
+    assert len(slots) == RECORDS
+    assert bytes(RECORD_BYTES) not in {in_slab(place, offset) for offset in slots}
+    refused = command("purge", str(place), "--namespace", "0" * 12)
+    assert refused.returncode == 2
+    assert f"{one.name} (one)" in refused.stderr
+    report = answer_of("purge", str(place), "--namespace", one.name)
+    assert report["by_store"]
+    (purged,) = report["namespaces"]
+    assert (purged["name"], purged["disk_records"]) == (one.name, RECORDS)
+    assert purged["disk_bytes"] == RECORDS * RECORD_BYTES
+    assert purged["held_slots"] == 0
+    assert {in_slab(place, offset) for offset in slots} == {bytes(RECORD_BYTES)}
+    assert client.arena is not None
+    arena = bytes(client.arena.buffer)
+    assert not any(payload_of(key_of(n)) in arena for n in range(RECORDS))
+    assert set(one.states(0, RECORDS)) == {Miss.RESET}
+    two.load(100, RECORDS)
+    assert answer_of("fsck", str(place))["sound"] == RECORDS
+    one.put(0, RECORDS)  # its slots are used again
+    two.load(100, RECORDS)
+    store.kill()
+    store.wait(PATIENCE_S)
+    assert answer_of("fsck", str(place))["sound"] == 2 * RECORDS
+
+
+def test_a_store_killed_in_the_middle_of_a_purge_brings_nothing_back(house: House) -> None:
+    store, place = start(house, memory="64MiB"), place_of(house)
+    client = house.client(arena=True)
+    one, two = Writer(client, "one"), Writer(client, "two")
+    one.put(0, MANY)
+    two.put(MANY, RECORDS)
+    keys = {key_of(number) for number in range(MANY)}
+    slots = slots_of(place, house.directory / "copy", keys)
+    assert len(slots) == MANY
+    digest = next(
+        bytes.fromhex(namespace["digest"])
+        for namespace in answer_of("stats", str(place))["namespaces"]
+        if namespace["name"] == one.name
+    )
+    client.submit(wire.Purge(digest))
+    deadline = time.monotonic() + PATIENCE_S
+    with open(place / "slab", "rb", buffering=0) as slab:
+        while any(any(os.pread(slab.fileno(), 16, offset)) for offset in slots[:4]):
+            assert time.monotonic() < deadline
+    store.kill()
+    store.wait(PATIENCE_S)
+    assert not {key for key, _, _ in raw_entries(place)} & keys
+    start(house, memory="64MiB")
+    again = house.client(arena=True)
+    one, two = Writer(again, "one"), Writer(again, "two")
+    assert set(one.states(0, MANY)) <= {Miss.NEVER_SEEN, Miss.BEHIND_MISS}
+    two.load(MANY, RECORDS)
+    assert answer_of("fsck", str(place))["sound"] == RECORDS
