@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     Reply = Callable[[dict[str, Any] | EbbtideError], None]
 
-ROWS = 8192  # counted in one call: a third of a millisecond
+ROWS = 4096  # counted in one call: a third of a millisecond
 NAMESPACES_MAX = 64  # of one answer
 RUNNING_MAX = 8
 TELLING = ("engine", "model", "kv_dtype", "block_size", "tensor_parallel", "pipeline_parallel")

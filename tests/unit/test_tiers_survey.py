@@ -15,9 +15,11 @@ from ebbtide.errors import ConfigError, EbbtideError, NoSpaceError
 from ebbtide.testing.conformance import key_of
 from ebbtide.tiers import survey as survey_module
 from ebbtide.tiers.directory import Directory
+from ebbtide.tiers.disk_record import DiskState
 from ebbtide.tiers.index import DurableIndex, IndexBatch
 from ebbtide.tiers.offline import survey_directory
-from ebbtide.tiers.survey import describe
+from ebbtide.tiers.record_table import RecordTable
+from ebbtide.tiers.survey import Held, count_rows, describe
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -254,3 +256,19 @@ def test_the_command_names_a_namespace_by_its_first_12_digits(place: Path) -> No
     missing = command(str(place / "nothing"))
     assert missing.returncode == 2
     assert missing.stderr.count("\n") == 1
+
+
+def test_records_without_an_age_do_not_make_the_others_older() -> None:
+    table = RecordTable(6)
+    for number, minute in enumerate([0, 500, 0, 300]):
+        row = table.add(7, key_of(number), LENGTH, number, bytes(16), minute)
+        table.state_of[row] = DiskState.WHOLE
+    row = table.add(7, key_of(9), LENGTH, 9, bytes(16), 100)
+    table.state_of[row] = DiskState.LEAVING
+    held: dict[int, Held] = {}
+    count_rows(table, 0, held)
+    assert held == {7: Held(4, 4 * LENGTH, 300, 500)}
+    count_rows(table, 0, held)
+    assert held == {7: Held(8, 8 * LENGTH, 300, 500)}
+    held[7].add(1, 1, 0, 0)
+    assert (held[7].oldest, held[7].newest) == (300, 500)
