@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import pytest
@@ -77,8 +78,7 @@ def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path: Path) -> None
 
 
 def test_a_store_of_an_older_protocol_is_not_asked_what_it_does_not_know(tmp_path: Path) -> None:
-    store = FakeStore(str(tmp_path / "s"))
-    store.protocol = (1, 0)
-    with pytest.raises(ConfigError, match="older than this command"):
-        OwnerClient(store.path)
-    store.close()
+    with closing(FakeStore(str(tmp_path / "s"))) as store:
+        store.protocol = (1, 0)
+        with pytest.raises(ConfigError, match="older than this command"):
+            OwnerClient(store.path).__exit__()
