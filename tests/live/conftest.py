@@ -81,7 +81,7 @@ class House:
         self.directory = directory
         self.socket = str(directory / "s")
         self.store: subprocess.Popen[bytes] | None = None  # the one that a module shares
-        self._stores: list[subprocess.Popen[bytes]] = []
+        self.stores: list[subprocess.Popen[bytes]] = []
         self._engines: list[Engine] = []
         self._clients: list[SocketClient] = []
 
@@ -108,7 +108,7 @@ class House:
 
     def adopt(self, store: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
         """See to it that a store ends with the test."""
-        self._stores.append(store)
+        self.stores.append(store)
         return store
 
     def engine(self, engine: bytes | None = None) -> Engine:
@@ -137,7 +137,7 @@ class House:
             client.close()
         for engine in self._engines:
             engine.end()
-        for store in self._stores:
+        for store in self.stores:
             if store.poll() is None:
                 store.send_signal(signal.SIGCONT)
                 store.kill()
