@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -90,7 +91,7 @@ class Checks:
             view = scratch[at : at + stride]
             at += stride
             # One by one: a bad sector must not cost the neighbours, as it would in a merged run.
-            disk.get([Get(record, view)], lambda found, record=record: read(record, found))  # type: ignore[misc]
+            disk.get([Get(record, view)], partial(read, record))
 
     def _ended(
         self,

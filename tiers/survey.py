@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     Reply = Callable[[dict[str, Any] | EbbtideError], None]
 
 ROWS = 4096  # counted in one call: a third of a millisecond
-NAMESPACES_MAX = 64  # of one answer
+NAMESPACES_MAX = 32  # of one answer
 RUNNING_MAX = 8
 TELLING = ("engine", "model", "kv_dtype", "block_size", "tensor_parallel", "pipeline_parallel")
 WORD_CHARACTERS_MAX = 120  # of a field's value: a client may have sent anything
