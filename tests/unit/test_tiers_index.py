@@ -15,11 +15,14 @@ import xxhash
 from ebbtide.testing import keyed_bytes
 from ebbtide.tiers.digest import record_digest, record_seed
 from ebbtide.tiers.index import (
+    CLOCK_START_S,
+    MINUTE_MAX,
     RECENCY_CHUNK,
     DurableIndex,
     Entry,
     IndexBatch,
     StoredNamespace,
+    minute_of,
     record_name,
 )
 
@@ -73,6 +76,12 @@ def test_a_record_is_these_bytes(path: Path) -> None:
         index.commit(batch)
         assert [entry for _, entry in index.entries()] == [ENTRY]
     assert raw(path, b"records") == {bytes.fromhex(GOLDEN_NAME): bytes.fromhex(GOLDEN_VALUE)}
+
+
+def test_an_age_is_minutes_and_a_clock_that_is_not_set_tells_none() -> None:
+    assert [minute_of(CLOCK_START_S + s) for s in (59, 60, 119, 600)] == [0, 1, 1, 10]
+    assert minute_of(0.0) == 0
+    assert minute_of(CLOCK_START_S + 60 * 2**25) == MINUTE_MAX
 
 
 def test_epochs_sort_in_order(path: Path) -> None:
