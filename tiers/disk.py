@@ -271,10 +271,11 @@ class DiskTier:
             self._place_waiting()
 
     def _settle_write(self, row: int, error: BaseException | None) -> Miss | None:
-        gone = self.index.table.epoch_of(row) not in self.digests
+        epoch = self.index.table.epoch_of(row)
+        gone = epoch not in self.digests
         if error is not None or gone or self.down:
             if self.index.is_pinned(row):  # by a purge, which overwrites it first
-                self.index.leave(row)
+                self.index.leave(row, epoch, self.index.table.key(row))
             else:
                 self.index.forget(row)
             return Miss.RESET if gone and error is None else Miss.IO_ERROR
