@@ -55,8 +55,8 @@ class Purges:
     def purge(self, digest: bytes, reply: Reply) -> None:
         """Forget a namespace and overwrite what it held; `reply` once, when that is durable.
 
-        O(records in memory) on the control thread, as a reset, and then pieces. Slots that an engine does not
-        let go of are overwritten when it does, after the reply, which counts them.
+        O(records in memory) on the control thread, as a reset, and then pieces. Slots that an
+        engine does not let go of are overwritten when it does, after the reply, which counts them.
         """
         known = self._store.namespaces.by_digest(digest)
         if known is None:
