@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ebbtide.tiers.slab import Slab
 
 PIECE = 8192  # entries
+MANY = 50_000  # records: reading so many leaves megabytes with the allocator
 
 
 def restore(tier: DiskTier, namespaces: Sequence[StoredNamespace], index: DurableIndex) -> int:
@@ -41,12 +42,16 @@ def restore(tier: DiskTier, namespaces: Sequence[StoredNamespace], index: Durabl
     dropped += [_lmdb_name(words) for words in lost.name]
     if dropped:
         index.remove(dropped)
-    _give_memory_back()
+    if len(placed) >= MANY:
+        _give_memory_back()
     return len(dropped)
 
 
 def _give_memory_back() -> None:
-    """What the reading took: the allocator would keep it, more than the index itself needs."""
+    """What the reading took: the allocator would keep it, more than the index itself needs.
+
+    Milliseconds, in a process that has used much memory.
+    """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
     if trim is not None:
         trim(0)

@@ -54,7 +54,7 @@ def test_it_answers_as_a_dictionary_while_it_grows_and_shrinks(
         weak_hash(monkeypatch)
     draw, table = Random(seed), RecordTable(30_000)
     index, model = KeyIndex(table), dict[tuple[int, bytes], int]()
-    keys = [draw.randbytes(36) for _ in range(300 if weak else 20_000)]
+    keys = [draw.randbytes(36) for _ in range(300 if weak else 8_000)]
     names = [(epoch, key) for epoch in (1, 2) for key in keys[: len(keys) // 2]]
     draw.shuffle(names)
 
@@ -85,7 +85,7 @@ def test_it_answers_as_a_dictionary_while_it_grows_and_shrinks(
 def test_reusing_one_place_for_ever_keeps_the_index_small() -> None:
     table = RecordTable(10)
     index = KeyIndex(table)
-    for number in range(100_000):
+    for number in range(20_000):
         row = add(index, table, 1, b"%020d" % number)
         assert index.find(1, b"%020d" % number) == row
         drop(index, table, row)
@@ -176,5 +176,5 @@ class Index(RuleBasedStateMachine):
         key_index.ENTRIES_MIN, key_index.MOVE_EVERY, key_index.MOVE_ENTRIES = self.sizes
 
 
-Index.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+Index.TestCase.settings = settings(max_examples=30, stateful_step_count=60, deadline=None)
 TestIndex = Index.TestCase
