@@ -10,7 +10,6 @@ import argparse
 import json
 import math
 import os
-import shutil
 import sys
 import tempfile
 import time
@@ -18,6 +17,7 @@ from contextlib import ExitStack, closing
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ebbtide.bench.arguments import check_directory, check_room
 from ebbtide.bench.disk_load import IN_FLIGHT
 from ebbtide.bench.disk_peers import Files, LmdbValues, diskcache, rocksdb
 from ebbtide.bench.disk_raw import DEPTHS, Raw
@@ -90,8 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure. 0 when every line is valid, else 1."""
-    if args.dir is not None and not os.path.isdir(args.dir):
-        raise ConfigError("There is no such directory", next_step="Make it first.", path=args.dir)
+    check_directory(args.dir)
     bench = DiskBench(args)
     cases: list[Case] = []
     for record_bytes in args.sizes or (QUICK_SIZES if args.quick else SIZES):
@@ -127,14 +126,7 @@ class DiskBench:
         needed = int(
             (DESIGNS_MAX if self._with_peers else 2) * SPACE_PER_DESIGN * self._capacity_bytes
         )
-        free = shutil.disk_usage(scratch).free
-        if free < needed:
-            raise ConfigError(
-                "The file system is too small",
-                next_step="Give a smaller --capacity, or --dir on another drive.",
-                needed=format_size(needed),
-                free=format_size(free),
-            )
+        check_room(scratch, needed, "Give a smaller --capacity, or --dir on another drive.")
         with ExitStack() as stack:
             raws, designs = self._open(stack, records, record_bytes, scratch)
             self._explain(record_bytes, designs)

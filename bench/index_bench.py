@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,11 +15,11 @@ from typing import TYPE_CHECKING
 
 from msgspec import json as msgspec_json
 
+from ebbtide.bench.arguments import check_directory, check_room
 from ebbtide.bench.index_directory import RECORD_BYTES, capacity_bytes, fill
 from ebbtide.bench.index_worker import Answer
 from ebbtide.bench.pairs import INVALID, PAIRS_MIN, Case, measured_case
-from ebbtide.errors import ConfigError, EbbtideError
-from ebbtide.sizes import format_size
+from ebbtide.errors import EbbtideError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -57,8 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure. 0 when every line is valid, else 1."""
-    if args.dir is not None and not os.path.isdir(args.dir):
-        raise ConfigError("There is no such directory", next_step="Make it first.", path=args.dir)
+    check_directory(args.dir)
     pairs = args.pairs or (QUICK_PAIRS if args.quick else PAIRS_MIN)
     valid = True
     for records in args.records or (QUICK_RECORDS if args.quick else RECORDS):
@@ -70,14 +68,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(records: int, pairs: int, scratch: str) -> list[Case]:
-    needed, free = 2 * capacity_bytes(records), shutil.disk_usage(scratch).free
-    if free < needed:
-        raise ConfigError(
-            "The file system is too small",
-            next_step="Give fewer --records, or --dir on another drive.",
-            needed=format_size(needed),
-            free=format_size(free),
-        )
+    needed = 2 * capacity_bytes(records)
+    check_room(scratch, needed, "Give fewer --records, or --dir on another drive.")
     path = os.path.join(scratch, "disk")
     _say(f"{records} records: writing the directory")
     fill(path, records)

@@ -16,7 +16,7 @@ import tempfile
 from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ebbtide.bench.arguments import count
+from ebbtide.bench.arguments import check_directory, count
 from ebbtide.bench.contestant import (
     BLOCK_SIZE,
     Contestant,
@@ -116,8 +116,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure all working sets. 0 when every line is valid, else 1."""
     if args.turns > 4:
         raise ConfigError("No conversation has more than four turns", next_step="Lower --turns.")
-    if args.dir is not None and not os.path.isdir(args.dir):
-        raise ConfigError("There is no such directory", next_step="Make it first.", path=args.dir)
+    check_directory(args.dir)
     return measure(OffloadBench(args))
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ebbtide.bench import vllm_miss, vllm_ttft
-from ebbtide.bench.arguments import count
+from ebbtide.bench.arguments import check_directory, count
 from ebbtide.bench.pairs import PAIRS_MIN, rotated
 from ebbtide.bench.vllm_answer import BLOCK_SIZE
 from ebbtide.bench.vllm_contestant import (
@@ -138,8 +138,7 @@ def _check(args: argparse.Namespace) -> None:
             f"This Python has no {args.peer}",
             next_step="Install lmcache==0.5.6 into the environment of vLLM, or leave out --peer.",
         )
-    if args.dir is not None and not os.path.isdir(args.dir):
-        raise ConfigError("There is no such directory", next_step="Make it first.", path=args.dir)
+    check_directory(args.dir)
     if args.model != TINY and not os.path.isfile(os.path.join(args.model, "config.json")):
         raise ConfigError(
             "This is no directory of a model", next_step="Name one, or `tiny`.", model=args.model
