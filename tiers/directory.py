@@ -53,6 +53,10 @@ class Geometry:
             and all(isinstance(size, int) and size > 0 == size % self.alignment for size in sizes)
         )
 
+    def slot_bytes(self, length: int) -> int:
+        """Of the slab, what a record of this length takes."""
+        return -(-length // self.alignment) * self.alignment
+
     @property
     def records_max(self) -> int:
         """More records than this would not let a full index be rewritten within its map."""

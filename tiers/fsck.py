@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import lmdb
 import numpy as np
 
-from ebbtide.errors import ConfigError
 from ebbtide.tiers.digest import record_digest, record_seed
 from ebbtide.tiers.directory import Directory
 from ebbtide.tiers.index import CODEC_RAW, DurableIndex
 from ebbtide.tiers.index_probe import index_is_sound
 from ebbtide.tiers.segments import SegmentSpace
+from ebbtide.tiers.slab import open_payload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -127,7 +127,7 @@ def _check_entries(
         else:
             report.sound += 1
             report.payload_bytes += entry.length
-            report.unused_bytes -= -(-entry.length // geometry.alignment) * geometry.alignment
+            report.unused_bytes -= geometry.slot_bytes(entry.length)
     known = [entry.sequence for _, entry in placed]
     report.stale_recency = int((~np.isin(index.recency(), known)).sum())
     return bad
@@ -156,12 +156,7 @@ class _PayloadFile:
     """The slab, read only and dropped from the page cache behind the reading."""
 
     def __init__(self, path: str) -> None:
-        try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError as error:
-            raise ConfigError(
-                "The payload file cannot be opened", path=path, reason=error.strerror
-            ) from error
+        self._fd = open_payload(path, os.O_RDONLY)
         self.size_bytes = os.fstat(self._fd).st_size
 
     def judge(self, entry: Entry, namespace_digest: bytes) -> str:

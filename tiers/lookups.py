@@ -32,7 +32,7 @@ class Lookups:
         """See `Store.held`."""
         disk = self._store.disk
         in_memory = self._store.memory.index(namespace.epoch)
-        records, payload_bytes = len(in_memory), sum(r.length for r in in_memory.values())
+        records, payload_bytes = len(in_memory), self._store.memory.payload_of[namespace.epoch]
         if disk is not None and not disk.down:
             index = disk.index
             both = index.find_many(namespace.epoch, list(in_memory))

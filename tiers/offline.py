@@ -48,7 +48,7 @@ def survey_directory(path: str) -> dict[str, Any]:
             if entry is not None:
                 one = held.setdefault(entry.epoch, Held())
                 one.add(1, entry.length, entry.minute, entry.minute)
-                used_bytes += -(-entry.length // geometry.alignment) * geometry.alignment
+                used_bytes += geometry.slot_bytes(entry.length)
     wall_s = time.time()
     return {
         "namespaces": [

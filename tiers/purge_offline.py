@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ebbtide.errors import ConfigError, TierUnavailableError
+from ebbtide.errors import TierUnavailableError
 from ebbtide.tiers.index import IndexBatch
+from ebbtide.tiers.slab import open_payload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence, Set
@@ -57,7 +58,6 @@ def purge_offline(
         names.append(bytes(name))
         leaving.append(entry)
     free = _claimed_by_nobody_else(leaving, others, directory.geometry)
-    stride_of = directory.geometry.alignment
     slots: list[tuple[int, int]] = []
     for entry, is_free in zip(leaving, free, strict=True):
         report = found.get(purged.get(entry.epoch, b""), Purged())
@@ -65,7 +65,7 @@ def purge_offline(
         report.disk_bytes += entry.length
         report.kept_slots += not is_free
         if is_free:
-            slots.append((entry.offset, -(-entry.length // stride_of) * stride_of))
+            slots.append((entry.offset, directory.geometry.slot_bytes(entry.length)))
     _overwrite(directory.slab_path, sorted(slots))
     index.remove(names)
     return found
@@ -102,17 +102,12 @@ def _extents(
 ) -> tuple[np.ndarray[tuple[int], np.dtype[np.float64]], ...]:
     """First byte and end of each slot. As floats: an entry may claim any 64 bits."""
     starts = np.array([float(entry.offset) for entry in entries])
-    strides = [float(-(-e.length // geometry.alignment) * geometry.alignment) for e in entries]
+    strides = [float(geometry.slot_bytes(entry.length)) for entry in entries]
     return starts, starts + np.array(strides)
 
 
 def _overwrite(path: str, slots: Sequence[tuple[int, int]]) -> None:
-    try:
-        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError as error:
-        raise ConfigError(
-            "The payload file cannot be opened", path=path, reason=error.strerror
-        ) from error
+    fd = open_payload(path, os.O_WRONLY)
     try:
         for offset, stride in slots:
             for start in range(0, stride, len(_ZEROS)):

@@ -26,6 +26,12 @@ def last_word(epoch: int, width: int) -> int:
     return epoch << WIDTH_BITS | width
 
 
+def epochs_of(names: Array) -> Array:
+    """uint64 [names]: the epoch in each name's last word."""
+    epochs: Array = names[:, -1] >> np.uint64(WIDTH_BITS)
+    return epochs
+
+
 class Columns(NamedTuple):
     """Records that are to be adopted, as columns of the table; sizes and offsets are int64."""
 
@@ -132,6 +138,5 @@ class RecordTable:
 
     def rows_of(self, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The rows in use of an epoch. O(rows)."""
-        epochs = self.name[: self.used, -1] >> np.uint64(WIDTH_BITS)
-        mine = (epochs == epoch) & (self.state[: self.used] != 0)
+        mine = (epochs_of(self.name[: self.used]) == epoch) & (self.state[: self.used] != 0)
         return np.flatnonzero(mine)

@@ -14,7 +14,7 @@ import numpy as np
 
 from ebbtide.tiers.index import CODEC_BITS, CODEC_RAW, EPOCH_BYTES, RECORD, RECORD_TYPE, record_name
 from ebbtide.tiers.key_index import NO_ROW
-from ebbtide.tiers.record_table import KEY_BYTES_MAX, WIDTH_BITS, WORDS, Columns
+from ebbtide.tiers.record_table import KEY_BYTES_MAX, WIDTH_BITS, WORDS, Columns, epochs_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,7 +71,7 @@ def _read(index: DurableIndex, epochs: Ints) -> tuple[list[bytes], Columns]:
             dropped += {bytes(name) for name, _ in entries} - {bytes(name) for name, _ in formed}
         names, values = [name for name, _ in formed], [value for _, value in formed]
         piece, codecs = _columns(names, values)
-        known = np.isin(piece.name[:, -1] >> np.uint64(WIDTH_BITS), epochs)
+        known = np.isin(epochs_of(piece.name), epochs)
         good = known & (codecs == CODEC_RAW)
         dropped += [bytes(names[place]) for place in np.flatnonzero(~good).tolist()]
         pieces.append((piece.take(np.flatnonzero(good)), codecs))

@@ -87,6 +87,19 @@ class SlabFile:
             self._fd = -1
 
 
+def open_payload(path: str, mode: int) -> int:
+    """The slab file of a directory that no store runs on, for commands: O_RDONLY or O_WRONLY.
+
+    Raises ConfigError.
+    """
+    try:
+        return os.open(path, mode | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        raise ConfigError(
+            "The payload file cannot be opened", path=path, reason=error.strerror
+        ) from error
+
+
 def _open(path: str, extra_flags: int) -> int:
     """-1 when the file system refuses O_DIRECT; every other failure is raised."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | extra_flags

@@ -10,7 +10,7 @@ import numpy as np
 from ebbtide.errors import EbbtideError, NoSpaceError
 from ebbtide.tiers.disk_record import DiskState
 from ebbtide.tiers.index import CLOCK_START_S
-from ebbtide.tiers.record_table import WIDTH_BITS
+from ebbtide.tiers.record_table import epochs_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -134,7 +134,7 @@ def count_rows(table: RecordTable, start: int, held: dict[int, Held]) -> None:
     live = np.flatnonzero((states == DiskState.WHOLE) | (states == DiskState.WRITING)) + start
     if not len(live):
         return
-    epochs, which = np.unique(table.name[live, -1] >> np.uint64(WIDTH_BITS), return_inverse=True)
+    epochs, which = np.unique(epochs_of(table.name[live]), return_inverse=True)
     minutes = table.minute[live].astype(np.int64)
     records = np.bincount(which)
     payload = np.bincount(which, weights=table.length[live])
