@@ -26,12 +26,11 @@ class Index(Protocol):
 
 
 class _Batch:
-    __slots__ = ("added", "bytes", "freed", "index", "waiters")
+    __slots__ = ("bytes", "freed", "index", "waiters")
 
     def __init__(self) -> None:
         self.index = IndexBatch()
-        self.added: list[tuple[int, bytes]] = []
-        self.bytes = 0
+        self.bytes = 0  # of payload that the additions name
         self.freed: list[int] = []  # rows whose slots to hand out again after this commit
         self.waiters: list[Callable[[bool], None]] = []
 
@@ -82,7 +81,6 @@ class Committer:
     def add(self, entry: Entry, slot_bytes: int) -> None:
         """The entry's payload has been written (not yet synced)."""
         self._batch.index.add(entry)
-        self._batch.added.append((entry.epoch, entry.key))
         self._batch.bytes += slot_bytes
         self._arm()
 
@@ -168,7 +166,7 @@ class Committer:
         """In the committer's thread."""
         if self._broken is not None:
             raise TierUnavailableError("An earlier commit failed", reason=self._broken)
-        if batch.added:
+        if batch.bytes:
             self._slab.sync()  # the payload first
         if batch.index:
             self._index.commit(batch.index)  # then all of the index changes, or none
@@ -182,7 +180,7 @@ class Committer:
             self._on_committed(batch.freed)  # only now may the slots be written again
         else:
             self._broken = self._broken or str(error)
-            self._on_failed(error, batch.added)
+            self._on_failed(error, batch.index.added())
         for waiter in batch.waiters:
             waiter(error is None)
         self._maybe_start()

@@ -211,7 +211,7 @@ class DiskTier:
     def _evict_for(self, length: int) -> None:
         """Have a commit make room for one record, unless one that will is already under way."""
         if not self._freeing:
-            victims = self.space.victims(length, lambda row: True)
+            victims = self.space.victims(length)
             if not victims:  # the number of records is the bound, and this size has none
                 victims = list(islice(self.space.coldest_first(), 1))
             for row in victims:
@@ -228,7 +228,7 @@ class DiskTier:
             return
         stride = next(reversed(self.space.classes))
         while free < spare or over_records > 0:
-            victims = self.space.victims(stride, lambda row: True)
+            victims = self.space.victims(stride)
             if not victims:
                 return
             for row in victims:
@@ -266,23 +266,22 @@ class DiskTier:
                 self.go_down(f"a write failed: {error}")
             for number in numbers:
                 put, row = placed[number]
-                put.done(self._settle_write(row, error))
+                put.done(self._settle_write(put, row, error))
         if self._waiting:  # a write whose epoch was reset has freed its slot without a commit
             self._place_waiting()
 
-    def _settle_write(self, row: int, error: BaseException | None) -> Miss | None:
-        epoch = self.index.table.epoch_of(row)
-        gone = epoch not in self.digests
+    def _settle_write(self, put: Put, row: int, error: BaseException | None) -> Miss | None:
+        gone = put.epoch not in self.digests
         if error is not None or gone or self.down:
             if self.index.is_pinned(row):  # by a purge, which overwrites it first
-                self.index.leave(row, epoch, self.index.table.key(row))
+                self.index.leave(row)
             else:
                 self.index.forget(row)
             return Miss.RESET if gone and error is None else Miss.IO_ERROR
         self.index.written(row)
-        stride = self.index.stride(row)
+        stride = len(put.view)
         self.write_bytes += stride
-        self._committer.add(self.index.entry(row), stride)
+        self._committer.add(self.index.entry(row, put), stride)
         return None
 
     # -- reading --------------------------------------------------------------------------------
@@ -365,7 +364,7 @@ class DiskTier:
         self._leave(row, table.epoch_of(row), table.key(row), bad=bad)
 
     def _leave(self, row: int, epoch: int, key: bytes, *, bad: bool = False) -> None:
-        free = self.index.leave(row, epoch, key, bad=bad)
+        free = self.index.leave(row, bad=bad)
         self._committer.remove(epoch, key)
         if free:
             self._free_after_commit(row)

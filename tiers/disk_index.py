@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ebbtide.tiers.directory import Geometry
+    from ebbtide.tiers.disk_record import Put
     from ebbtide.tiers.record_table import Columns
     from ebbtide.tiers.segments import Bools, Ints
 
@@ -95,17 +96,17 @@ class DiskIndex:
             table.minute_of[row],
         )
 
-    def entry(self, row: int) -> Entry:
-        """What the durable index is to say of it."""
+    def entry(self, row: int, put: Put) -> Entry:
+        """What the durable index is to say of a record that was placed for `put`."""
         table = self.table
         return Entry(
-            table.epoch_of(row),
-            table.key(row),
+            put.epoch,
+            put.key,
             CODEC_RAW,
-            table.length_of[row],
+            put.length,
             table.offset_of[row],
             table.sequence_of[row],
-            table.digest_of(row),
+            put.digest,
             table.minute_of[row],
         )
 
@@ -229,13 +230,13 @@ class DiskIndex:
 
     # -- leaving --------------------------------------------------------------------------------
 
-    def leave(self, row: int, epoch: int, key: bytes, *, bad: bool = False) -> bool:
+    def leave(self, row: int, *, bad: bool = False) -> bool:
         """Nobody finds it any more. True: nobody reads it either, the slot is to be freed.
 
         `bad`: its bytes were wrong, and its slot is not used again before the next opening.
         """
         table = self.table
-        self._keys.remove(row, epoch, key)
+        self._keys.remove(row)
         table.state_of[row] = _BAD if bad else _LEAVING
         self.space.hide(table.offset_of[row])
         return not bad and table.pins_of[row] == 0
@@ -246,7 +247,7 @@ class DiskIndex:
 
     def forget(self, row: int) -> None:
         """It was never written after all: no committed entry ever named its slot."""
-        self._keys.remove(row, self.table.epoch_of(row), self.table.key(row))
+        self._keys.remove(row)
         self.free(row)
 
     def free(self, row: int) -> None:

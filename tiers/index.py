@@ -81,6 +81,11 @@ class IndexBatch:
     def remove(self, epoch: int, key: bytes) -> None:
         self.records[record_name(epoch, key)] = None
 
+    def added(self) -> list[tuple[int, bytes]]:
+        """Epoch and key of every record that the transaction would add."""
+        names = (name for name, packed in self.records.items() if packed is not None)
+        return [(int.from_bytes(name[:EPOCH_BYTES], "big"), name[EPOCH_BYTES:]) for name in names]
+
     def put_namespace(self, namespace: StoredNamespace) -> None:
         self.namespaces[namespace.digest] = cbor2.dumps(
             {"epoch": namespace.epoch, "descriptor": namespace.descriptor}

@@ -101,6 +101,7 @@ class KeyIndex:
         while entries[position] != _EMPTY:
             position = (position + 1) & mask
         entries[position] = _entry(hashed, row)
+        self._table.hash_of[row] = hashed
         self._filled += 1
         self.count += 1
         self._additions += 1
@@ -110,14 +111,15 @@ class KeyIndex:
     def add_many(self, rows: Array) -> None:
         """Rows whose keys are not in the index, before anybody asks: all at once."""
         self._old = None
+        self._table.hash[rows] = _hash(self._table.name[rows])
         present = self._rows_in(self._entries)
         self._begin(max(ENTRIES_MIN, _power_above(4 * (len(rows) + len(present)))))
         self._insert(np.concatenate([present, rows]))
         self.count = len(rows) + len(present)
 
-    def remove(self, row: int, epoch: int, key: bytes) -> None:
-        """A row that is in the index, under this name."""
-        hashed = self._hash_of(epoch, key)
+    def remove(self, row: int) -> None:
+        """A row that is in the index."""
+        hashed = self._table.hash_of[row]
         for entries in (self._entries,) if self._old is None else (self._entries, self._old):
             one, mask, wanted = entries.data, len(entries) - 1, _entry(hashed, row)
             position = hashed & mask
@@ -184,7 +186,7 @@ class KeyIndex:
     def _insert(self, rows: Array) -> None:
         table, entries = self._table, self._entries
         mask = np.uint64(len(entries) - 1)
-        hashes = _hash(table.name[rows])
+        hashes = table.hash[rows]
         wanted = _tags(hashes) << np.uint64(32) | (rows + 1).astype(np.uint64)
         positions = hashes & mask
         todo = np.arange(len(rows))

@@ -153,7 +153,7 @@ class SegmentSpace(Generic[Owner]):
         segment, slot_class, slot = self._at(offset)
         if slot_class.owners[slot] != owner:
             raise MisuseError("A slot was freed twice", slot=slot, stride=slot_class.stride)
-        self.hide(offset)
+        self._hide(segment, slot_class, slot)
         slot_class.owners[slot] = None
         self.used_bytes -= slot_class.stride
         self.payload_bytes -= length
@@ -211,10 +211,7 @@ class SegmentSpace(Generic[Owner]):
 
     def hide(self, offset: int) -> None:
         """The slot must not be evicted (pinned, being written). No-op when it is hidden."""
-        segment, slot_class, slot = self._at(offset)
-        if slot in slot_class.policy:
-            slot_class.policy.remove(slot)
-            segment.exposed -= 1
+        self._hide(*self._at(offset))
 
     def touch(self, offset: int) -> None:
         """Somebody asked for it. A hidden slot only takes the stamp."""
@@ -230,8 +227,10 @@ class SegmentSpace(Generic[Owner]):
         _, slot_class, slot = self._at(offset)
         return slot_class.policy.stamp(slot)
 
-    def victims(self, length: int, evictable: Callable[[Owner], bool]) -> list[Owner]:
+    def victims(self, length: int, evictable: Callable[[Owner], bool] | None = None) -> list[Owner]:
         """Owners whose removal makes room for one record of `length` bytes; [] when nothing can go.
+
+        Without `evictable` every exposed one may go.
 
         Either the coldest evictable one of the same stride, or all of the coldest segment of
         another stride. Nothing is changed.
@@ -299,6 +298,12 @@ class SegmentSpace(Generic[Owner]):
             raise MisuseError("Byte counters disagree", counted=used, claimed=self.used_bytes)
 
     # -- inside ---------------------------------------------------------------------------------
+
+    @staticmethod
+    def _hide(segment: Segment, slot_class: SlotClass, slot: int) -> None:
+        if slot in slot_class.policy:
+            slot_class.policy.remove(slot)
+            segment.exposed -= 1
 
     def _at(self, offset: int) -> tuple[Segment, SlotClass, int]:
         """The segment, the class and the number in it of the occupied slot at `offset`."""
@@ -374,15 +379,18 @@ class SegmentSpace(Generic[Owner]):
         self.used_bytes += slot_class.stride
         self.payload_bytes += length
 
-    def _coldest(self, slot_class: SlotClass, evictable: Callable[[Owner], bool]) -> int | None:
+    @staticmethod
+    def _coldest(slot_class: SlotClass, evictable: Callable[[Owner], bool] | None) -> int | None:
         """Its slot."""
+        if evictable is None:
+            return next(slot_class.policy.coldest_first(), None)
         for slot in islice(slot_class.policy.coldest_first(), SCAN_MAX):
             if evictable(slot_class.owners[slot]):  # type: ignore[arg-type]  # an Owner
                 return slot
         return None
 
     def _coldest_segment(
-        self, stride: int, colder_than: int, evictable: Callable[[Owner], bool]
+        self, stride: int, colder_than: int, evictable: Callable[[Owner], bool] | None
     ) -> Segment | None:
         for segment in self._by_touch:
             if segment.last_touch >= colder_than:
@@ -391,8 +399,10 @@ class SegmentSpace(Generic[Owner]):
             assert slot_class is not None
             if slot_class.stride == stride or segment.size_bytes < stride:
                 continue
+            if segment.exposed != segment.used:
+                continue
             owners = (owner for _, owner in self._owners_of(segment))
-            if segment.exposed == segment.used and all(map(evictable, owners)):
+            if evictable is None or all(map(evictable, owners)):
                 return segment
         return None
 
