@@ -7,11 +7,20 @@ follows vLLM 0.32. No tensor, no I/O and no clock in here.
 
 from ebbtide.allocator.block import Block, FreeBlockQueue
 from ebbtide.allocator.cbor import check_encoder
+from ebbtide.allocator.coordinator import ComputedBlocks
+from ebbtide.allocator.eviction_policy import EvictionPolicy, register_eviction_policy
 from ebbtide.allocator.extra_keys import (
     LoraAdapter,
     MultiModalItem,
     block_extra_keys,
     embeds_token_ids,
+)
+from ebbtide.allocator.group_spec import (
+    ChunkedLocal,
+    FullAttention,
+    GroupSpec,
+    SlidingWindow,
+    group_spec,
 )
 from ebbtide.allocator.hashing import (
     DEFAULT_ALGORITHM,
@@ -24,7 +33,7 @@ from ebbtide.allocator.hashing import (
     root_seed,
     unpack_key,
 )
-from ebbtide.allocator.kv_cache_manager import ComputedBlocks, KVCacheManager
+from ebbtide.allocator.kv_cache_manager import KVCacheManager
 from ebbtide.allocator.pool import BlockPool
 from ebbtide.allocator.prefix_stats import PrefixCacheStats
 from ebbtide.allocator.request import Request
@@ -33,22 +42,29 @@ __all__ = [
     "DEFAULT_ALGORITHM",
     "Block",
     "BlockPool",
+    "ChunkedLocal",
     "ComputedBlocks",
+    "EvictionPolicy",
     "FreeBlockQueue",
+    "FullAttention",
+    "GroupSpec",
     "HashAlgorithm",
     "KVCacheManager",
     "LoraAdapter",
     "MultiModalItem",
     "PrefixCacheStats",
     "Request",
+    "SlidingWindow",
     "block_extra_keys",
     "check_encoder",
     "embeds_token_ids",
     "event_hash",
+    "group_spec",
     "hash_algorithm",
     "hash_blocks",
     "none_hash",
     "pack_key",
+    "register_eviction_policy",
     "root_seed",
     "unpack_key",
 ]

@@ -8,31 +8,33 @@ from typing import TYPE_CHECKING
 from ebbtide.errors import MisuseError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
 
 class Block:
     """One block of the device pool. Only its pool and the free queue write to it.
 
     `block_id` is its index in the device tensors. `ref_count` counts the tables that list it and
-    the holders that pinned it. `block_hash` is its name while a lookup can find it, else None.
-    `is_null` marks the placeholder, which is never free, cached or counted. The links belong to
-    `FreeBlockQueue`; a block outside the queue points at itself.
+    the holders that pinned it. `key` is its name while a lookup can find it, else None;
+    `num_tokens` of its request lie before the end of what the key names. `is_null` marks the
+    placeholder, which is never free, cached or counted. The links belong to `FreeBlockQueue`; a
+    block outside the queue points at itself.
     """
 
-    __slots__ = ("block_hash", "block_id", "is_null", "next_free", "prev_free", "ref_count")
+    __slots__ = ("block_id", "is_null", "key", "next_free", "num_tokens", "prev_free", "ref_count")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
-        self.block_hash: bytes | None = None
+        self.key: bytes | None = None
+        self.num_tokens = 0
         self.is_null = False
         self.prev_free: Block = self
         self.next_free: Block = self
 
     def __repr__(self) -> str:
-        name = "-" if self.block_hash is None else self.block_hash.hex()[:8]
-        return f"Block({self.block_id}, refs={self.ref_count}, hash={name})"
+        name = "-" if self.key is None else self.key.hex()[:8]
+        return f"Block({self.block_id}, refs={self.ref_count}, key={name})"
 
 
 class FreeBlockQueue:
@@ -98,6 +100,25 @@ class FreeBlockQueue:
     def prepend(self, blocks: Iterable[Block]) -> None:
         """Join the head; the first block given becomes the head. O(1) each. Raises likewise."""
         self._insert(blocks, before=self._anchor.next_free)
+
+    def release(self, uncached: Sequence[Block], cached: Sequence[Block]) -> None:
+        """Least recently used first: cached blocks join the tail. Nothing is lost by reusing the
+        others, so they join the head (as vLLM 0.32).
+        """
+        if uncached:
+            self._insert(uncached, before=self._anchor.next_free)
+        if cached:
+            self._insert(cached, before=self._anchor)
+
+    def check_integrity(self) -> None:
+        """Raise MisuseError when the links disagree. For tests. O(blocks)."""
+        before = self._anchor
+        for block in self:
+            if block.prev_free is not before:
+                raise MisuseError("the free queue's links disagree", before=before, after=block)
+            before = block
+        if self._anchor.prev_free is not before:
+            raise MisuseError("the free queue's links disagree", before=before, after=self._anchor)
 
     def _insert(self, blocks: Iterable[Block], before: Block) -> None:
         last = before.prev_free

@@ -1,81 +1,130 @@
 """Which device blocks each request has: lookup, admission, growth, release.
 
-One full-attention group. Behaviour as vLLM 0.32, so that a scheduler written against it finds the
-same blocks, the same refusals and the same evictions here.
+Behaviour as vLLM 0.32, so that a scheduler written against it finds the same blocks, the same
+refusals and the same evictions here.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Protocol
 
-from ebbtide.allocator.pool import BlockPool
+from ebbtide.allocator.cache_rules import cache_rules
+from ebbtide.allocator.coordinator import (
+    NO_COMPUTED_BLOCKS,
+    ComputedBlocks,
+    make_coordinator,
+    make_groups,
+)
+from ebbtide.allocator.eviction_policy import DEFAULT_POLICY
+from ebbtide.allocator.full_attention import FullAttentionGroup
+from ebbtide.allocator.pool import BlockPool, KeyEvents, Residency
 from ebbtide.allocator.prefix_stats import PrefixCacheStats
 from ebbtide.errors import ConfigError, MisuseError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable, Sequence
 
     from ebbtide.allocator.block import Block
+    from ebbtide.allocator.group_spec import GroupSpec
     from ebbtide.allocator.request import Request
 
 
-class ComputedBlocks(NamedTuple):
-    """The leading blocks of a request that the cache holds, and the tokens they cover."""
+class CacheEvents(KeyEvents, Protocol):
+    """Whoever follows what becomes findable, and what not any more. Must not raise."""
 
-    blocks: tuple[Block, ...]
-    num_tokens: int
+    def stored(
+        self,
+        request: Request,
+        group: int,
+        spec: GroupSpec,
+        start: int,
+        end: int,
+        kept: Sequence[int],
+    ) -> None:
+        """Blocks [start, end) of a request became full; `kept` are the numbers of those cached."""
+        ...
 
+    def stored_partial(
+        self, request: Request, group: int, spec: GroupSpec, end_tokens: int
+    ) -> None:
+        """The hash boundary at `end_tokens`, inside a block, can be found."""
+        ...
 
-NO_COMPUTED_BLOCKS = ComputedBlocks((), 0)
+    def reused(self, request: Request, group: int, spec: GroupSpec, end: int) -> None:
+        """A lookup found blocks [0, end) of a request that wants to be told of all its blocks."""
+        ...
 
 
 class KVCacheManager:
-    """Block tables over one `BlockPool`, for requests hashed at the same `block_size`.
+    """Block tables over one `BlockPool`, per KV group, for requests hashed at `hash_block_size`.
 
     A step of the scheduler, for a request without blocks: `get_computed_blocks`, then
     `allocate_slots` with that result and nothing in between; for one with blocks `allocate_slots`
     alone. On None it preempts something (`free`, `num_computed_tokens = 0`) and asks again. After a
     success it advances `request.num_computed_tokens`; nothing here writes to a request.
 
-    `watermark` is the share of all blocks that admissions leave free while requests are running.
-    `on_evict` as in `BlockPool`. Not thread-safe: belongs to the scheduler's thread.
+    `num_blocks` includes the null block. `watermark` is the share of all blocks that admissions
+    leave free while requests are running. `policy`, `events` and `residency` as in `BlockPool`;
+    `track_newly_cached` keeps what `take_newly_cached` gives. The rest as in `cache_rules`.
+    Not thread-safe: belongs to the scheduler's thread. Raises ConfigError for what cannot work.
     """
 
     def __init__(
         self,
         num_blocks: int,
-        block_size: int,
+        groups: Sequence[GroupSpec],
         max_model_len: int,
         *,
+        hash_block_size: int | None = None,
+        max_in_flight_tokens: int | None = None,
+        use_eagle: bool = False,
+        retention_interval: int | None = 0,
+        prefill_lookahead_tokens: int = 0,
         enable_caching: bool = True,
         watermark: float = 0.0,
-        on_evict: Callable[[int, bytes], None] | None = None,
+        policy: str = DEFAULT_POLICY,
+        events: CacheEvents | None = None,
+        residency: Residency | None = None,
+        track_newly_cached: bool = False,
     ) -> None:
-        if num_blocks < 1 or block_size < 1 or max_model_len < 1 or not 0 <= watermark < 1:
+        if num_blocks < 1 or not 0 <= watermark < 1:
             raise ConfigError(
-                "the KV cache needs blocks, tokens and a watermark of 0 .. 1",
+                "the KV cache needs blocks and a watermark of 0 .. 1",
                 num_blocks=num_blocks,
-                block_size=block_size,
-                max_model_len=max_model_len,
                 watermark=watermark,
             )
-        self.pool = BlockPool(num_blocks, enable_caching=enable_caching, on_evict=on_evict)
-        self.block_size = block_size
+        self.rules = cache_rules(
+            groups,
+            max_model_len,
+            hash_block_size=hash_block_size,
+            max_in_flight_tokens=max_in_flight_tokens,
+            use_eagle=use_eagle,
+            retention_interval=retention_interval,
+            prefill_lookahead_tokens=prefill_lookahead_tokens,
+        )
+        self.pool = BlockPool(
+            num_blocks,
+            enable_caching=enable_caching,
+            policy=policy,
+            events=events,
+            residency=residency,
+        )
+        self.groups = make_groups(groups, self.pool, self.rules)
         self.max_model_len = max_model_len
         self.enable_caching = enable_caching
+        self._coordinator = make_coordinator(self.groups, self.rules, enable_caching=enable_caching)
+        self._events = events
         self._watermark_blocks = int(watermark * num_blocks)
-        self._tables: dict[str, list[Block]] = {}
-        # How many leading blocks of a table are cached. A request has an entry from the moment it
-        # adopted hits or external tokens, or first cached a block, until it is freed.
-        self._num_cached: dict[str, int] = {}
         # By block id, so that it never outgrows the pool, whether or not anybody takes it.
-        self._newly_cached: dict[int, bytes] = {}
+        self._newly_cached: dict[int, bytes] | None = {} if track_newly_cached else None
         self._stats = PrefixCacheStats()
 
     @property
     def usage(self) -> float:
         """Share of the usable blocks that are referenced, 0..1. Cached but free counts as free."""
         return self.pool.usage
+
+    # -- looking up --------------------------------------------------------------------------------
 
     def get_computed_blocks(self, request: Request) -> ComputedBlocks:
         """The longest cached prefix of a request, at most `num_tokens - 1` tokens.
@@ -85,18 +134,27 @@ class KVCacheManager:
         own. Changes nothing: allocate before anything else does. Empty with caching off or when the
         request does not read the cache. O(blocks hit).
         """
-        self._check_block_size(request)
+        self._check_hash_block_size(request)
         if not self.enable_caching or request.skip_reading_prefix_cache:
             return NO_COMPUTED_BLOCKS
-        limit = max(request.num_tokens - 1, 0) // self.block_size
-        blocks = tuple(self.pool.cached_prefix(request.block_hashes[:limit]))
-        return ComputedBlocks(blocks, len(blocks) * self.block_size)
+        limit = max(request.num_tokens - 1, 0)
+        return self._coordinator.find(request.block_hashes, limit)
+
+    def report_reused(self, request: Request, computed: ComputedBlocks) -> None:
+        """Tell the events of the blocks of a hit, for a request that wants to hear of all its own
+        (`kv_cache_report_mode = "full"` in vLLM).
+        """
+        if self._events is not None and computed.num_tokens:
+            for group, column in zip(self.groups, computed.blocks, strict=True):
+                self._events.reused(request, group.index, group.spec, len(column))
+
+    # -- allocating --------------------------------------------------------------------------------
 
     def allocate_slots(
         self,
         request: Request,
         num_new_tokens: int,
-        new_computed_blocks: ComputedBlocks = NO_COMPUTED_BLOCKS,
+        computed: ComputedBlocks = NO_COMPUTED_BLOCKS,
         *,
         num_lookahead_tokens: int = 0,
         num_external_computed_tokens: int = 0,
@@ -104,18 +162,19 @@ class KVCacheManager:
         full_sequence_must_fit: bool = False,
         reserved_blocks: int = 0,
         has_scheduled_reqs: bool = True,
-    ) -> list[Block] | None:
-        """Give a request the blocks for its next step; None, and no change, if they do not fit.
+    ) -> tuple[list[Block], ...] | None:
+        """Give a request the blocks for its next step; None if they do not fit.
 
-        Tokens stand in this order: computed before, `new_computed_blocks` (from
-        `get_computed_blocks`), `num_external_computed_tokens` (a connector will fill them),
-        `num_new_tokens` (computed in this step, drafts included), `num_lookahead_tokens` (slots
-        only, for drafts to come). All are cut at `max_model_len`.
+        Tokens stand in this order: computed before, `computed` (from `get_computed_blocks`),
+        `num_external_computed_tokens` (a connector will fill them), `num_new_tokens` (computed in
+        this step, drafts included), `num_lookahead_tokens` (slots only, for drafts to come). All
+        are cut at `max_model_len`.
 
-        Returns the blocks taken for new and lookahead tokens, possibly none; blocks for external
-        tokens are in the table only (as vLLM 0.32). Blocks that this step fills are cached at once,
-        before the device has computed them, unless `delay_cache_blocks`: then `cache_blocks`
-        follows when the load is confirmed. Draft tokens are never cached.
+        Returns per group the blocks taken for new and lookahead tokens, possibly none; blocks for
+        external tokens are in the table only (as vLLM 0.32). Blocks that this step fills are cached
+        at once, before the device has computed them, unless `delay_cache_blocks`: then
+        `cache_blocks` follows when the load is confirmed. Draft tokens are never cached. Blocks out
+        of every later step's sight are given back, also where the answer is None then.
 
         `full_sequence_must_fit` refuses unless the whole request fits into the free blocks;
         `reserved_blocks` are left free for others, except in that check. The watermark holds only
@@ -124,45 +183,45 @@ class KVCacheManager:
         Raises MisuseError for negative counts, for nothing to do, and for hits that the cache no
         longer serves or a request with blocks brings. O(hits + blocks taken and filled).
         """
-        hits, num_hit_tokens = new_computed_blocks
-        counts = num_new_tokens, num_external_computed_tokens, num_lookahead_tokens, reserved_blocks
-        if min(counts) < 0 or not (num_new_tokens or num_external_computed_tokens or hits):
-            raise MisuseError(
-                "nothing to allocate, or a negative count",
-                request=request.request_id,
-                new_external_lookahead_reserved=counts,
-            )
-        self._check_block_size(request)
-        if hits:
-            self._check_hits(request, new_computed_blocks)
+        external, lookahead = num_external_computed_tokens, num_lookahead_tokens
+        if num_new_tokens <= 0 or external or lookahead or reserved_blocks:
+            counts = num_new_tokens, external, lookahead, reserved_blocks
+            self._check_counts(request, computed, counts)
+        if computed.num_tokens:
+            self._check_hits(request, computed)
+        elif request.hash_block_size != self.rules.hash_block_size:
+            self._check_hash_block_size(request)
+        limit, pool = self.max_model_len, self.pool
         holds_back = has_scheduled_reqs and not request.is_running
         watermark = self._watermark_blocks if holds_back else 0
-        num_free = self.pool.num_free_blocks
+        before = request.num_computed_tokens + computed.num_tokens + external
+        total = min(before, limit)
+        hits = computed.blocks or self._no_hits
         if full_sequence_must_fit:
-            whole = min(request.num_tokens, self.max_model_len)
-            if self._blocks_needed(request, whole, hits) + watermark > num_free:
+            whole = min(request.num_tokens, limit)
+            needed = self._blocks_needed(request, whole, hits, total, capped=True)
+            if needed + watermark > pool.num_free_blocks:
                 return None
-        num_local_tokens = request.num_computed_tokens + num_hit_tokens
-        total = min(num_local_tokens + num_external_computed_tokens, self.max_model_len)
-        upto = min(total + num_new_tokens + num_lookahead_tokens, self.max_model_len)
-        if self._blocks_needed(request, upto, hits) + watermark > num_free - reserved_blocks:
+        upto = min(total + num_new_tokens + lookahead, limit)
+        self._trim(request, total)
+        needed = self._blocks_needed(request, upto, hits, before, capped=False)
+        if needed + watermark > pool.num_free_blocks - reserved_blocks:
             return None
 
-        is_admission = request.request_id not in self._tables
-        table = self._tables.setdefault(request.request_id, [])
-        if (hits or num_external_computed_tokens) and request.request_id not in self._num_cached:
-            # Hits first: nothing allocated below may evict them.
-            self.pool.touch(hits)
-            table.extend(hits)
-            self._num_cached[request.request_id] = len(table)
-            if num_external_computed_tokens:
-                self._grow(table, total)
-        new_blocks = self._grow(table, upto)
-        if not delay_cache_blocks:
-            filled = min(total + num_new_tokens, request.num_tokens, self.max_model_len)
-            self.cache_blocks(request, filled)
+        request_id = request.request_id
+        is_admission = request_id not in self.groups[0].tables if self.groups else False
+        if (computed.num_tokens or external) and not self._is_tracked(request_id):
+            # Hits of all groups first: nothing allocated below may evict them.
+            for group, column in zip(self.groups, hits, strict=True):
+                group.adopt(request_id, column, before)
+            if external:
+                for group in self.groups:
+                    group.adopt_external(request_id, external, before)
+        new_blocks = tuple([group.grow(request_id, upto) for group in self.groups])
+        if not delay_cache_blocks and self.enable_caching:
+            self._cache(request, min(total + num_new_tokens, request.num_tokens, limit))
         if is_admission:
-            self._record(request, num_hit_tokens)
+            self._record(request, computed.num_tokens)
         return new_blocks
 
     def cache_blocks(self, request: Request, num_tokens: int) -> None:
@@ -171,41 +230,38 @@ class KVCacheManager:
         Called by the scheduler once a delayed load is confirmed; idempotent. Raises MisuseError if
         the request has fewer tokens or blocks. O(blocks not yet cached).
         """
-        if not self.enable_caching:
-            return
-        table = self._tables.get(request.request_id, [])
-        start = self._num_cached.get(request.request_id, 0)
-        end = num_tokens // self.block_size
-        if num_tokens > request.num_tokens or end > len(table):
+        if num_tokens > request.num_tokens:
             raise MisuseError(
                 "more tokens to cache than the request has",
                 request=request.request_id,
                 num_tokens=num_tokens,
                 tokens=request.num_tokens,
-                blocks=len(table),
             )
-        if start >= end:
-            return
-        for block, block_hash in zip(
-            table[start:end], request.block_hashes[start:end], strict=True
-        ):
-            self.pool.cache(block, block_hash)
-            self._newly_cached.pop(block.block_id, None)  # so that it moves to the end
-            self._newly_cached[block.block_id] = block_hash
-        self._num_cached[request.request_id] = end
+        if self.enable_caching:
+            self._cache(request, num_tokens)
+
+    def remove_skipped_blocks(self, request: Request, num_tokens: int) -> None:
+        """Give back the blocks that no step behind `num_tokens` computed tokens can see."""
+        for group in self.groups:
+            group.trim(request.request_id, num_tokens)
 
     def free(self, request: Request) -> None:
         """Release a request's blocks, the end of its chain to be evicted first. O(blocks).
 
         Also the first half of a preemption. A request without blocks is left alone.
         """
-        table = self._tables.pop(request.request_id, [])
-        self._num_cached.pop(request.request_id, None)
-        self.pool.free(reversed(table))
+        for group in self.groups:
+            group.free(request.request_id)
 
-    def get_block_ids(self, request_id: str) -> list[int]:
-        """The block table of a request, in token order; empty if it has none. O(blocks)."""
-        return [block.block_id for block in self._tables.get(request_id, ())]
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """Per group the block table of a request, in token order; empty if it has none. 0 is the
+        null block. O(blocks).
+        """
+        return tuple(
+            [block.block_id for block in group.tables.get(request_id, ())] for group in self.groups
+        )
+
+    # -- the cache as a whole ----------------------------------------------------------------------
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Make lookups forget blocks whose content turned out bad. As `BlockPool.evict_blocks`."""
@@ -215,19 +271,23 @@ class KVCacheManager:
         """Forget all cached blocks. False while a request or a pin holds any. O(blocks)."""
         if not self.pool.reset():
             return False
-        self._newly_cached.clear()
+        if self._newly_cached is not None:
+            self._newly_cached.clear()
         self._stats.reset = True
         return True
 
     def take_newly_cached(self) -> list[tuple[int, bytes]]:
-        """(block id, hash) of the blocks cached since the last call and still so, oldest first.
+        """(block id, key) of the blocks cached since the last call and still so, oldest first.
 
         The bytes of a block are there only after the step that was being scheduled: pin it now,
-        copy it then. Blocks with the same hash are all listed. O(blocks cached).
+        copy it then. Blocks with the same key are all listed. Empty without `track_newly_cached`.
+        O(blocks cached).
         """
+        if not self._newly_cached:
+            return []
         taken, self._newly_cached = self._newly_cached, {}
         blocks = self.pool.blocks
-        return [entry for entry in taken.items() if blocks[entry[0]].block_hash == entry[1]]
+        return [entry for entry in taken.items() if blocks[entry[0]].key == entry[1]]
 
     def take_stats(self) -> PrefixCacheStats:
         """The counts since the last call."""
@@ -238,9 +298,10 @@ class KVCacheManager:
         """Raise MisuseError unless pool and tables agree. For tests and debugging. O(pool)."""
         self.pool.check_integrity()
         listed = dict.fromkeys(range(len(self.pool.blocks)), 0)
-        for table in self._tables.values():
-            for block in table:
-                listed[block.block_id] += 1
+        for group in self.groups:
+            for table in group.tables.values():
+                for block in table:
+                    listed[block.block_id] += 1
         for block in self.pool.blocks[1:]:
             if listed[block.block_id] > block.ref_count:  # pins may add references
                 raise MisuseError(
@@ -249,23 +310,61 @@ class KVCacheManager:
                     tables=listed[block.block_id],
                 )
 
-    def _grow(self, table: list[Block], num_tokens: int) -> list[Block]:
-        """Extend a table until it has slots for `num_tokens`; the blocks added."""
-        missing = self._blocks_for(num_tokens) - len(table)
-        if missing <= 0:
-            return []
-        added = self.pool.allocate(missing)
-        table.extend(added)
-        return added
+    # -- inside ------------------------------------------------------------------------------------
 
-    def _blocks_needed(self, request: Request, num_tokens: int, hits: tuple[Block, ...]) -> int:
-        """Free blocks used up by slots for `num_tokens`; a hit that is free now stops being so."""
-        held = len(self._tables.get(request.request_id, ())) + len(hits)
-        idle_hits = sum(block.ref_count == 0 for block in hits)
-        return max(self._blocks_for(num_tokens) - held, 0) + idle_hits
+    @property
+    def _no_hits(self) -> tuple[Sequence[Block], ...]:
+        return ((),) * len(self.groups)
 
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+    def _is_tracked(self, request_id: str) -> bool:
+        return any(request_id in group.num_cached for group in self.groups)
+
+    def _blocks_needed(
+        self,
+        request: Request,
+        upto: int,
+        hits: Sequence[Sequence[Block]],
+        total: int,
+        *,
+        capped: bool,
+    ) -> int:
+        needed = 0
+        for group, column in zip(self.groups, hits, strict=True):
+            needed += group.blocks_needed(request.request_id, upto, column, total, capped=capped)
+        return needed
+
+    def _trim(self, request: Request, total: int) -> None:
+        computed = total - request.num_in_flight_tokens
+        if computed > 0:
+            for group in self.groups:
+                if not group.sees_all:
+                    group.trim(request.request_id, computed)
+
+    def _cache(self, request: Request, num_tokens: int) -> None:
+        """Cache the blocks of every group that `num_tokens` computed tokens fill."""
+        boundaries: Sequence[int] | None = None
+        for group in self.groups:
+            upto = self._coordinator.cacheable_tokens(group, num_tokens)
+            start, end = group.num_cached.get(request.request_id, 0), upto // group.block_size
+            if start < end:
+                boundaries = boundaries or self.rules.replay_boundaries(request)
+                kept = group.cache(request, upto, boundaries)
+                if self._newly_cached is not None:
+                    self._note(group.tables[request.request_id], kept)
+                if self._events is not None:
+                    self._events.stored(request, group.index, group.spec, start, end, kept)
+            if group.ratio > 1 and isinstance(group, FullAttentionGroup):
+                edge = group.cache_prompt_end(request, upto)
+                if edge and self._events is not None:
+                    self._events.stored_partial(request, group.index, group.spec, edge)
+
+    def _note(self, table: Sequence[Block], kept: Iterable[int]) -> None:
+        assert self._newly_cached is not None
+        for number in kept:
+            block = table[number]
+            assert block.key is not None
+            self._newly_cached.pop(block.block_id, None)  # so that it moves to the end
+            self._newly_cached[block.block_id] = block.key
 
     def _record(self, request: Request, num_hit_tokens: int) -> None:
         """Count an admission that looked into the cache."""
@@ -274,26 +373,41 @@ class KVCacheManager:
             preempted = request.num_preemptions > 0
             self._stats.record(request.num_tokens, num_hit_tokens, preempted=preempted)
 
-    def _check_block_size(self, request: Request) -> None:
-        if request.block_size != self.block_size:
+    @staticmethod
+    def _check_counts(request: Request, computed: ComputedBlocks, counts: tuple[int, ...]) -> None:
+        if min(counts) < 0 or not (counts[0] or counts[1] or computed.num_tokens):
+            raise MisuseError(
+                "nothing to allocate, or a negative count",
+                request=request.request_id,
+                new_external_lookahead_reserved=counts,
+            )
+
+    def _check_hash_block_size(self, request: Request) -> None:
+        if request.hash_block_size != self.rules.hash_block_size:
             raise MisuseError(
                 "the request is hashed at another block size",
-                request=request.block_size,
-                cache=self.block_size,
+                request=request.hash_block_size,
+                cache=self.rules.hash_block_size,
             )
 
     def _check_hits(self, request: Request, computed: ComputedBlocks) -> None:
         """Hits must lead the table and still be what was asked for: else wrong bytes are read."""
-        names = [block.block_hash for block in computed.blocks]
-        if (
-            request.request_id in self._tables
-            or computed.num_tokens != len(names) * self.block_size
-            or names != request.block_hashes[: len(names)]
-        ):
+        self._check_hash_block_size(request)
+        right = (
+            computed.forgotten == self.pool.forgotten
+            and computed.num_tokens % self.rules.alignment == 0
+            and not any(group.tables.get(request.request_id) for group in self.groups)
+        )
+        for group, column in zip(self.groups, computed.blocks, strict=True):
+            # The last name of a chain stands for all of them.
+            last = computed.num_tokens // self.rules.hash_block_size - 1
+            right = right and len(column) == -(-computed.num_tokens // group.block_size)
+            if right and not column[-1].is_null:
+                right = column[-1].key == request.block_hashes[last] + group.suffix
+        if not right:
             raise MisuseError(
                 "the hits are not, or no longer, the leading blocks of this request",
                 next_step="Look up and allocate in one go, for requests without blocks",
                 request=request.request_id,
-                hits=len(names),
-                has_blocks=request.request_id in self._tables,
+                hit_tokens=computed.num_tokens,
             )

@@ -4,33 +4,58 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from ebbtide.allocator.block import Block, FreeBlockQueue
+from ebbtide.allocator.block import Block
+from ebbtide.allocator.eviction_policy import DEFAULT_POLICY, eviction_policy
 from ebbtide.errors import MisuseError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable, Sequence
 
 logger = logging.getLogger(__name__)
+
+
+class KeyEvents(Protocol):
+    """Whoever follows which keys can be found. Called after the pool has changed; must not raise
+    and must not call the pool.
+    """
+
+    def removed(self, key: bytes) -> None:
+        """A block does not serve the key any more; a duplicate may."""
+        ...
+
+    def cleared(self) -> None:
+        """No key can be found any more."""
+        ...
+
+
+class Residency(Protocol):
+    """Whoever follows how long blocks live. The same rules."""
+
+    def allocated(self, block_id: int) -> None: ...
+
+    def accessed(self, block_id: int) -> None: ...
+
+    def evicted(self, block_id: int) -> None: ...
+
+    def cleared(self) -> None: ...
 
 
 class BlockPool:
     """`num_blocks` blocks, handed out and reclaimed in the order of vLLM 0.32.
 
     Every block without a reference stands in the free queue, cached or not; a cached one is found
-    by its hash until it is handed out again (evicted) or named in `evict_blocks`. Block 0 is the
-    null block, a placeholder in tables, so `num_blocks - 1` are usable. Hashes are opaque bytes
-    here. Equal content is not merged: of several blocks under one hash, the first one cached that
-    is still there serves lookups.
+    by its key until it is handed out again (evicted) or named in `evict_blocks`. Block 0 is the
+    null block, a placeholder in tables, so `num_blocks - 1` are usable. Keys are opaque bytes here.
+    Equal content is not merged: of several blocks under one key, the first one cached that is still
+    there serves lookups. A block may be found under further keys, see `cache_partial`.
 
     A holder that copies from a block pins it with `touch([block])` and lets go with
     `free([block])`; a pinned block is neither handed out nor, meanwhile, evicted.
 
-    `on_evict(block_id, block_hash)` is called for every cached block that loses its hash to an
-    allocation, after the pool's state has changed. It must not raise and must not call the pool.
-    Without `enable_caching` no block is ever cached and the free queue is a stack.
+    Without `enable_caching` no block is ever cached and, with the default policy, the free queue is
+    a stack. `policy` is the name of an eviction policy.
 
     Not thread-safe: belongs to the thread of the engine's scheduler.
     """
@@ -40,7 +65,9 @@ class BlockPool:
         num_blocks: int,
         *,
         enable_caching: bool = True,
-        on_evict: Callable[[int, bytes], None] | None = None,
+        policy: str = DEFAULT_POLICY,
+        events: KeyEvents | None = None,
+        residency: Residency | None = None,
     ) -> None:
         if num_blocks < 1:
             raise MisuseError("a pool has at least the null block", num_blocks=num_blocks)
@@ -48,12 +75,16 @@ class BlockPool:
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.null_block = self.blocks[0]
         self.null_block.is_null = True
-        self._free = FreeBlockQueue(self.blocks[1:])
-        self.on_evict = on_evict
-        # The block that serves a hash, and apart from it the younger duplicates, oldest first.
+        self.evictions = 0  # blocks that lost their keys to an allocation
+        self.forgotten = 0  # keys that do not lead to a block any more, for whatever reason
+        self._free = eviction_policy(policy, self.blocks[1:])
+        self._events = events
+        self._residency = residency
+        # The block that serves a key, and apart from it the younger duplicates, oldest first.
         # Duplicates are rare; an OrderedDict drops its first entry in O(1), a dict does not.
         self._serving: dict[bytes, Block] = {}
         self._younger: dict[bytes, OrderedDict[int, Block]] = {}
+        self._further: dict[int, set[bytes]] = {}  # by block id: keys beside `Block.key`
 
     @property
     def num_free_blocks(self) -> int:
@@ -66,30 +97,41 @@ class BlockPool:
         usable = len(self.blocks) - 1
         return 1 - len(self._free) / usable if usable else 0.0
 
-    def get_cached_block(self, block_hash: bytes) -> Block | None:
-        """The block that serves `block_hash`: the first one cached that is still there. O(1)."""
-        return self._serving.get(block_hash)
+    # -- finding -----------------------------------------------------------------------------------
 
-    def cached_prefix(self, block_hashes: Iterable[bytes]) -> list[Block]:
-        """The blocks that serve the leading hashes, up to the first miss. Changes nothing. O(hits).
+    def get_cached_block(self, key: bytes) -> Block | None:
+        """The block that serves `key`: the first one cached that is still there. O(1)."""
+        return self._serving.get(key)
 
-        Counts and queue stay as they are: `touch` the blocks before anything else is allocated.
+    def cached_prefix(self, block_hashes: Iterable[bytes], suffix: bytes = b"") -> list[Block]:
+        """The blocks that serve the leading keys, up to the first miss. Changes nothing. O(hits).
+
+        A key is a block hash and `suffix`. Counts and queue stay as they are: `touch` the blocks
+        before anything else is allocated.
         """
         find = self._serving.get
         found = []
         for block_hash in block_hashes:
-            block = find(block_hash)
+            block = find(block_hash + suffix)
             if block is None:
                 break
             found.append(block)
         return found
 
-    def cached_blocks(self, block_hash: bytes) -> list[Block]:
-        """All blocks under one hash, the serving one first, then in the order they were cached."""
-        serving = self._serving.get(block_hash)
+    def cached_blocks(self, key: bytes) -> list[Block]:
+        """All blocks under one key, the serving one first, then in the order they were cached."""
+        serving = self._serving.get(key)
         if serving is None:
             return []
-        return [serving, *self._younger.get(block_hash, {}).values()]
+        return [serving, *self._younger.get(key, {}).values()]
+
+    def keys_of(self, block: Block) -> list[bytes]:
+        """The keys under which a block is cached, its own first."""
+        if block.key is None:
+            return []
+        return [block.key, *sorted(self._further.get(block.block_id, ()))]
+
+    # -- handing out and taking back ---------------------------------------------------------------
 
     def allocate(self, count: int) -> list[Block]:
         """Hand out `count` blocks from the head of the queue, each with one reference. O(count).
@@ -98,16 +140,16 @@ class BlockPool:
         are free: check `num_free_blocks` first.
         """
         taken = self._free.pop(count)
-        evicted = []
         for block in taken:
             block.ref_count = 1
-            block_hash = block.block_hash
-            if block_hash is not None:
-                self._forget(block, block_hash)
-                evicted.append((block.block_id, block_hash))
-        if self.on_evict is not None:
-            for block_id, block_hash in evicted:
-                self.on_evict(block_id, block_hash)
+            if block.key is not None:
+                self._forget(block)
+                self.evictions += 1
+        if self._residency is not None:
+            for block in taken:
+                if self.enable_caching:
+                    self._residency.evicted(block.block_id)
+                self._residency.allocated(block.block_id)
         return taken
 
     def touch(self, blocks: Iterable[Block]) -> None:
@@ -121,48 +163,96 @@ class BlockPool:
             if block.ref_count == 0:
                 self._free.remove(block)
             block.ref_count += 1
+            if self._residency is not None:
+                self._residency.accessed(block.block_id)
 
     def free(self, blocks: Iterable[Block]) -> None:
         """Drop one reference each; blocks without any join the queue. O(1) each.
 
         `blocks` come in the order in which they should be evicted: a table reversed, so that the
-        end of a chain goes before its start. Those without a hash join the *head*, as nothing is
-        lost by reusing them; cached ones join the tail. Raises MisuseError at a block that has no
-        reference to drop; those before it are freed.
+        end of a chain goes before its start. Raises MisuseError at a block that has no reference to
+        drop; those before it are freed.
         """
         uncached: list[Block] = []
         cached: list[Block] = []
         overfreed = None
         for block in blocks:
-            if block.is_null:
+            count = block.ref_count
+            if count > 1:
+                block.ref_count = count - 1
+            elif block.is_null:
                 continue
-            if block.ref_count == 0:
+            elif count == 0:
                 overfreed = block
                 break
-            block.ref_count -= 1
-            if block.ref_count == 0:
-                (uncached if block.block_hash is None else cached).append(block)
-        self._free.prepend(uncached)
-        self._free.append(cached)
+            else:
+                block.ref_count = 0
+                (uncached if block.key is None else cached).append(block)
+        self._free.release(uncached, cached)
         if overfreed is not None:
             raise MisuseError("freed more often than referenced", block=overfreed)
 
-    def cache(self, block: Block, block_hash: bytes) -> None:
-        """Let lookups find a referenced block under `block_hash`. O(1).
+    # -- caching -----------------------------------------------------------------------------------
 
-        Raises MisuseError for the null block, a free block, one that has a hash, or when caching is
-        off.
+    def cache(self, block: Block, key: bytes, num_tokens: int = 0) -> None:
+        """Let lookups find a referenced block under `key`, which names `num_tokens` tokens. O(1).
+
+        Keys that the block has for fewer tokens are forgotten. Raises MisuseError for the null
+        block, a free block, one that has a key for as many tokens, or when caching is off.
         """
         cacheable = self.enable_caching and not block.is_null and block.ref_count > 0
-        if not cacheable or block.block_hash is not None:
+        if not cacheable or (block.key is not None and block.num_tokens >= num_tokens):
             raise MisuseError(
-                "only a referenced block without a hash can be cached",
+                "only a referenced block without a key can be cached",
                 block=block,
                 caching=self.enable_caching,
             )
-        block.block_hash = block_hash
-        if self._serving.setdefault(block_hash, block) is not block:
-            self._younger.setdefault(block_hash, OrderedDict())[block.block_id] = block
+        if block.key is not None:
+            self._forget(block)
+        block.key = key
+        block.num_tokens = num_tokens
+        self._serve(block, key)
+
+    def cache_run(
+        self,
+        blocks: Sequence[Block],
+        block_hashes: Sequence[bytes],
+        suffix: bytes,
+        num_tokens: int,
+        block_size: int,
+    ) -> None:
+        """The same for blocks one behind the other, the first of which ends at `num_tokens`."""
+        if not self.enable_caching:
+            raise MisuseError("nothing is cached here", blocks=len(blocks))
+        serving = self._serving
+        for block, block_hash in zip(blocks, block_hashes, strict=True):
+            key = block_hash + suffix
+            if block.key is not None or block.ref_count < 1 or key in serving:
+                self.cache(block, key, num_tokens)
+            else:
+                block.key = key
+                block.num_tokens = num_tokens
+                serving[key] = block
+            num_tokens += block_size
+
+    def cache_partial(self, block: Block, key: bytes, num_tokens: int) -> bool:
+        """Let lookups find a referenced block also under the key of a part of it. True if that is
+        new.
+
+        Keys that the block has for fewer tokens are forgotten. O(1).
+        """
+        further = self._further.get(block.block_id, ())
+        if block.key == key or key in further:
+            return False
+        if block.key is not None and block.num_tokens < num_tokens:
+            self._forget(block)
+        if block.key is None:
+            block.key = key
+            block.num_tokens = num_tokens
+        else:
+            self._further.setdefault(block.block_id, set()).add(key)
+        self._serve(block, key)
+        return True
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Make lookups forget these blocks; references and queue positions stay. O(1) each.
@@ -175,11 +265,11 @@ class BlockPool:
                 raise MisuseError("no such block", block_id=block_id, blocks=len(self.blocks))
         for block_id in ids:
             block = self.blocks[block_id]
-            if block.block_hash is not None:
-                self._forget(block, block.block_hash)
+            if block.key is not None:
+                self._forget(block)
 
     def reset(self) -> bool:
-        """Forget every hash. False, with a warning, while any block is referenced or pinned.
+        """Forget every key. False, with a warning, while any block is referenced or pinned.
 
         The order of the queue is kept. O(blocks).
         """
@@ -187,32 +277,56 @@ class BlockPool:
         if in_use:
             logger.warning("The prefix cache was not reset: %d blocks are still in use.", in_use)
             return False
+        self.forgotten += len(self._serving)
         self._serving.clear()
         self._younger.clear()
+        self._further.clear()
         for block in self.blocks:
-            block.block_hash = None
+            block.key = None
+        if self._residency is not None:
+            self._residency.cleared()
+        if self._events is not None:
+            self._events.cleared()
         return True
 
     def peek_free(self, count: int) -> list[Block]:
         """Up to `count` free blocks in the order in which they will be handed out. O(count).
 
-        Those with a hash are the next to be evicted, unless a hit or a newly freed block comes
+        Those with a key are the next to be evicted, unless a hit or a newly freed block comes
         between. Changes nothing.
         """
         return self._free.peek(count)
 
-    def _forget(self, block: Block, block_hash: bytes) -> None:
-        block.block_hash = None
-        younger = self._younger.get(block_hash)
-        if self._serving[block_hash] is not block:
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _serve(self, block: Block, key: bytes) -> None:
+        if self._serving.setdefault(key, block) is not block:
+            self._younger.setdefault(key, OrderedDict())[block.block_id] = block
+
+    def _forget(self, block: Block) -> None:
+        """Drop all keys of a block."""
+        key = block.key
+        assert key is not None
+        self._unserve(block, key)
+        block.key = None
+        if self._further:
+            for further in sorted(self._further.pop(block.block_id, ())):
+                self._unserve(block, further)
+
+    def _unserve(self, block: Block, key: bytes) -> None:
+        self.forgotten += 1
+        younger = self._younger.get(key) if self._younger else None
+        if self._serving[key] is not block:
             assert younger is not None
             del younger[block.block_id]
         elif younger is None:
-            del self._serving[block_hash]
+            del self._serving[key]
         else:
-            self._serving[block_hash] = younger.popitem(last=False)[1]
+            self._serving[key] = younger.popitem(last=False)[1]
         if younger is not None and not younger:
-            del self._younger[block_hash]
+            del self._younger[key]
+        if self._events is not None:
+            self._events.removed(key)
 
     def check_integrity(self) -> None:
         """Raise MisuseError unless queue, references and map agree. For tests. O(blocks)."""
@@ -226,16 +340,14 @@ class BlockPool:
                 length=len(self._free),
                 unreferenced=sorted(expected),
             )
-        for before, after in pairwise(queued):
-            if after.prev_free is not before:
-                raise MisuseError("the free queue's links disagree", before=before, after=after)
         for block in self.blocks:
-            linked = block.next_free is not block or block.prev_free is not block
-            if block.ref_count < 0 or linked != (block.block_id in ids):
-                raise MisuseError("a block's links or count are wrong", block=block)
-            if block.block_hash is not None and block not in self.cached_blocks(block.block_hash):
-                raise MisuseError("the map does not know a cached block", block=block)
-        known = sum(len(self.cached_blocks(block_hash)) for block_hash in self._serving)
-        cached = sum(block.block_hash is not None for block in self.blocks)
+            if block.ref_count < 0 or (block.key is None and block.block_id in self._further):
+                raise MisuseError("a block's count or keys are wrong", block=block)
+            for key in self.keys_of(block):
+                if block not in self.cached_blocks(key):
+                    raise MisuseError("the map does not know a cached block", block=block)
+        known = sum(len(self.cached_blocks(key)) for key in self._serving)
+        cached = sum(len(self.keys_of(block)) for block in self.blocks)
         if known != cached or not self._younger.keys() <= self._serving.keys():
             raise MisuseError("the map holds blocks that are not cached", map=known, cached=cached)
+        self._free.check_integrity()

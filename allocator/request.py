@@ -22,8 +22,10 @@ class Request:
     Hashes are computed here and only grow: on construction for the prompt, in `append_output` for
     every block that becomes full. Tokens not yet accepted (drafts) never belong here.
 
-    The scheduler owns `num_computed_tokens`, `num_preemptions` and `is_running`; the allocator only
-    reads them. A preemption sets `num_computed_tokens = 0`, `is_running = False` and counts.
+    The scheduler owns `num_computed_tokens`, `num_in_flight_tokens` (of them those that a step
+    still under way computes), `junction_tokens` (of the last lookup), `num_preemptions` and
+    `is_running`; the allocator only reads them. A preemption sets `num_computed_tokens = 0`,
+    `is_running = False` and counts.
     `skip_reading_prefix_cache` makes lookups miss (as prompt log-probabilities need it); the blocks
     are still cached for others.
 
@@ -31,14 +33,16 @@ class Request:
     """
 
     __slots__ = (
-        "_extras",
         "_root",
         "_token_ids",
         "algorithm",
         "block_hashes",
-        "block_size",
+        "extras",
+        "hash_block_size",
         "is_running",
+        "junction_tokens",
         "num_computed_tokens",
+        "num_in_flight_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "request_id",
@@ -50,7 +54,7 @@ class Request:
         request_id: str,
         prompt_token_ids: Sequence[int] | NDArray[Any],
         *,
-        block_size: int,
+        hash_block_size: int,
         algorithm: str = DEFAULT_ALGORITHM,
         root: bytes | None = None,
         lora: LoraAdapter | None = None,
@@ -60,19 +64,21 @@ class Request:
         skip_reading_prefix_cache: bool = False,
     ) -> None:
         self.request_id = request_id
-        self.block_size = block_size
+        self.hash_block_size = hash_block_size
         self.algorithm = algorithm
         self.skip_reading_prefix_cache = skip_reading_prefix_cache
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_computed_tokens = 0
+        self.num_in_flight_tokens = 0
+        self.junction_tokens = 0
         self.num_preemptions = 0
         self.is_running = False
         self._root = none_hash(algorithm) if root is None else root
-        self._extras = (lora, tuple(mm_items), cache_salt, prompt_embeds)
+        self.extras = (lora, tuple(mm_items), cache_salt, prompt_embeds)
         self.block_hashes: list[bytes] = []
         # Hashing checks the ids in full blocks; the tail, not hashed yet, is checked apart.
         self.block_hashes = self._hash(prompt_token_ids)
-        check_token_ids(prompt_token_ids[len(self.block_hashes) * block_size :])
+        check_token_ids(prompt_token_ids[len(self.block_hashes) * hash_block_size :])
         self._token_ids: list[int] = list(
             prompt_token_ids.tolist()
             if isinstance(prompt_token_ids, np.ndarray)
@@ -99,21 +105,25 @@ class Request:
         """Prompt and output, a copy. O(tokens)."""
         return self._token_ids.copy()
 
+    def tokens(self, start: int, end: int) -> list[int]:
+        """The tokens of positions `start` .. `end - 1`, as far as they are known. A copy."""
+        return self._token_ids[start:end]
+
     def append_output(self, token_ids: Sequence[int]) -> None:
         """Add accepted tokens and name the blocks they fill. O(tokens added + block size).
 
         Raises MisuseError, and adds none, unless they are Python ints.
         """
         self._token_ids.extend(check_token_ids(token_ids))
-        if len(self._token_ids) // self.block_size > len(self.block_hashes):
+        if len(self._token_ids) // self.hash_block_size > len(self.block_hashes):
             self.block_hashes += self._hash(self._token_ids)
 
     def _hash(self, token_ids: Sequence[int] | NDArray[Any]) -> list[bytes]:
         """The hashes of the blocks of `token_ids` that come after the known ones."""
-        lora, mm_items, cache_salt, prompt_embeds = self._extras
+        lora, mm_items, cache_salt, prompt_embeds = self.extras
         return hash_blocks(
             token_ids,
-            self.block_size,
+            self.hash_block_size,
             algorithm=self.algorithm,
             root=self._root,
             known=self.block_hashes,

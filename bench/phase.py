@@ -129,7 +129,7 @@ class _Runner:
 
     def warm_up(self) -> None:
         """Let the tensor library start threads and choose kernels before anything is timed."""
-        room = (self.spec.device_blocks - 2) * self.engine.kv.block_size
+        room = (self.spec.device_blocks - 2) * self.engine.block_size
         self.engine.generate([[1] * min(WARM_UP_TOKENS, room)], 2)
         self.engine.drain()  # its blocks ebb as well: not in the first round's time
         self.engine.reset_prefix_cache()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ebbtide.allocator import Request, pack_key
 from ebbtide.config import load_config
 from ebbtide.connectors.offload.scheduler import SchedulerBounds
 from ebbtide.connectors.reference import Engine, ModelConfig
@@ -213,10 +214,9 @@ class Rig:
 
     def hashes(self, prompt: list[int]) -> list[bytes]:
         """Of the prompt's full blocks."""
-        from ebbtide.allocator import Request
 
-        block_size = self.engine.kv.block_size
-        request = Request("hashes", prompt, block_size=block_size)
+        block_size = self.engine.block_size
+        request = Request("hashes", prompt, hash_block_size=block_size)
         return list(request.block_hashes)
 
     def device_bytes(self, hashes: Sequence[bytes]) -> list[bytes]:
@@ -224,7 +224,7 @@ class Rig:
         layout = self.worker._copies.layouts[GROUP]
         found = []
         for block_hash in hashes:
-            block = self.engine.pool.get_cached_block(block_hash)
+            block = self.engine.pool.get_cached_block(pack_key(block_hash, GROUP))
             record = torch.zeros(self.record_bytes, dtype=torch.uint8)
             if block is not None:
                 gather(layout, [block.block_id], [record])
@@ -266,12 +266,12 @@ class Rig:
     def assert_adds_up(self, outputs: Sequence[RequestOutput]) -> None:
         """Every token and every block is counted once."""
         for output in outputs:
-            assert_request_adds_up(output, self.engine.kv.block_size)
+            assert_request_adds_up(output, self.engine.block_size)
         tally = self.scheduler.tally
         assert sum(tally.tokens_by_source.values()) == tally.prompt_tokens
         assert min([0, *tally.tokens_by_source.values(), *tally.misses.values()]) == 0
         served = sum(
-            count // self.engine.kv.block_size
+            count // self.engine.block_size
             for source, count in tally.tokens_by_source.items()
             if source != "computed"
         )

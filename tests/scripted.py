@@ -119,7 +119,7 @@ class Bench:
         return self.half.build_step(newly_full)
 
     def arrive(self, name: str, length: int, seed: int = 0) -> list[bytes]:
-        request = Request(name, [seed] * length, block_size=self.block_size)
+        request = Request(name, [seed] * length, hash_block_size=self.block_size)
         self.half.on_new_request(name, request.block_hashes, length)
         return list(request.block_hashes)
 
@@ -133,10 +133,8 @@ class Bench:
         """`count` device blocks full of content, referenced by a request that is still running."""
         blocks = self.pool.allocate(count)
         for number, block in enumerate(blocks):
-            self.pool.cache(block, bytes([seed, number]) * 16)
-        return [
-            BlockRef(block.block_id, pack_key(block.block_hash or b"", GROUP)) for block in blocks
-        ]
+            self.pool.cache(block, pack_key(bytes([seed, number]) * 16, GROUP))
+        return [BlockRef(block.block_id, block.key or b"") for block in blocks]
 
     def finish(self, refs: Sequence[BlockRef]) -> None:
         self.pool.free([self.pool.blocks[ref.block_id] for ref in reversed(refs)])

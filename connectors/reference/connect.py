@@ -50,7 +50,7 @@ def describe(engine: Engine, layout: PagedLayout) -> Descriptor:
         model=shape,
         weights=f"seeded/{engine.runner.seed}",
         kv_dtype=str(layout.dtype).removeprefix("torch."),
-        block_size=engine.kv.block_size,
+        block_size=engine.block_size,
         layers=tuple(f"full_attention.{number}" for number in range(config.num_layers)),
         layout=json.dumps(layout.describe(), sort_keys=True),
         tensor_parallel=1,
@@ -111,7 +111,7 @@ def _attach(
         control,
         ReferencePool(engine.pool, engine.being_computed),
         descriptor=descriptor,
-        groups=KVGroups.single(engine.kv.block_size, layout.record_bytes),
+        groups=KVGroups.single(engine.block_size, layout.record_bytes),
         bounds=bounds,
     )
     worker = OffloadWorker(data, device_copies({GROUP: layout}), load_timeout_s=load_timeout_s)

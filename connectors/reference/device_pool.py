@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ebbtide.allocator import pack_key
 from ebbtide.connectors.seam import BlockRef
 
 if TYPE_CHECKING:
     from collections.abc import Sequence, Set
 
     from ebbtide.allocator import BlockPool
+
 
 GROUP = 0  # the engine has one KV group
 
@@ -32,21 +32,18 @@ class ReferencePool:
         return len(self._pool.blocks)
 
     def content(self, block_id: int) -> bytes | None:
-        block_hash = self._pool.blocks[block_id].block_hash
-        if block_hash is None or block_id in self._being_computed:
-            return None
-        return pack_key(block_hash, GROUP)
+        return None if block_id in self._being_computed else self._pool.blocks[block_id].key
 
     def free_mark(self) -> object:
         head = self._pool.peek_free(1)
-        first = (head[0].block_id, head[0].block_hash) if head else None
+        first = (head[0].block_id, head[0].key) if head else None
         return self._pool.num_free_blocks, first
 
     def next_to_go(self, limit: int) -> list[BlockRef]:
         return [
-            BlockRef(block.block_id, pack_key(block.block_hash, GROUP))
+            BlockRef(block.block_id, block.key)
             for block in self._pool.peek_free(limit)
-            if block.block_hash is not None
+            if block.key is not None
         ]
 
     def pin(self, block_ids: Sequence[int]) -> None:

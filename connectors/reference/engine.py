@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from ebbtide.allocator import (
     DEFAULT_ALGORITHM,
     BlockPool,
+    FullAttention,
     KVCacheManager,
     Request,
-    pack_key,
 )
-from ebbtide.connectors.reference.device_pool import GROUP
 from ebbtide.connectors.reference.runner import Part, Runner
 from ebbtide.connectors.reference.scheduler import Scheduled, Scheduler
 from ebbtide.connectors.reference.sequence import RequestOutput, Sequence
@@ -74,11 +73,13 @@ class Engine:
                 num_blocks=num_blocks,
                 block_size=block_size,
             )
+        self.block_size = block_size
         self.kv = KVCacheManager(
             num_blocks,
-            block_size,
+            [FullAttention(block_size)],
             model_config.max_position,
             enable_caching=enable_prefix_caching,
+            track_newly_cached=True,
         )
         self.runner = Runner(
             model_config, num_blocks=num_blocks, block_size=block_size, device=device, seed=seed
@@ -129,7 +130,7 @@ class Engine:
         token to generate, or a length that can never fit into the model or the pool.
         """
         config, total = self.runner.config, len(prompt_token_ids) + max_new_tokens
-        capacity = (len(self.pool.blocks) - 1) * self.kv.block_size
+        capacity = (len(self.pool.blocks) - 1) * self.block_size
         if self._closed or request_id in self.scheduler.names:
             raise MisuseError("the engine is closed or the id is in use", request_id=request_id)
         if not prompt_token_ids or max_new_tokens < 1 or total > min(capacity, config.max_position):
@@ -145,7 +146,7 @@ class Engine:
         request = Request(
             request_id,
             prompt_token_ids,
-            block_size=self.kv.block_size,
+            hash_block_size=self.block_size,
             algorithm=self.hash_algorithm,
             cache_salt=cache_salt,
         )
@@ -250,9 +251,9 @@ class Engine:
             return
         blocks = self.pool.blocks
         offered = [
-            BlockRef(block_id, pack_key(block_hash, GROUP))
-            for block_id, block_hash in self._newly_full
-            if blocks[block_id].block_hash == block_hash  # else this step's schedule took it
+            BlockRef(block_id, key)
+            for block_id, key in self._newly_full
+            if blocks[block_id].key == key  # else this step's schedule took it
         ]
         worker.start_step(half.build_step(offered))
 
@@ -265,7 +266,7 @@ class Engine:
                 Part(
                     request.all_token_ids[start : start + count],
                     start,
-                    self.kv.get_block_ids(request.request_id),
+                    self.kv.get_block_ids(request.request_id)[0],
                 )
             )
         logits = self.runner.execute(parts)

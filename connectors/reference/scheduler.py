@@ -140,7 +140,7 @@ class Scheduler:
             if sequence is None:
                 continue
             request = sequence.request
-            loaded = sequence.load_start_tokens + result.loaded_blocks * request.block_size
+            loaded = sequence.load_start_tokens + result.loaded_blocks * request.hash_block_size
             self.kv.cache_blocks(request, loaded)
             # The last token is computed in any case: its logits are needed.
             request.num_computed_tokens = min(loaded, request.num_tokens - 1)
@@ -175,7 +175,7 @@ class Scheduler:
                 break
             sequence.admitted(hit.num_tokens)
             if self.half is not None:
-                table = self.kv.get_block_ids(request.request_id)
+                (table,) = self.kv.get_block_ids(request.request_id)
                 self.half.on_allocated(request.request_id, [table], hit.num_tokens, external)
             if external:
                 sequence.load_start_tokens = hit.num_tokens
@@ -201,7 +201,7 @@ class Scheduler:
         matched = self.half.matched_tokens(request.request_id, local_tokens)
         if matched is None:
             return None
-        loadable = request.num_tokens // request.block_size * request.block_size
+        loadable = request.num_tokens // request.hash_block_size * request.hash_block_size
         return min(matched, loadable - local_tokens)
 
     def _preempt(self, sequence: Sequence) -> None:

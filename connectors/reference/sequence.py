@@ -87,7 +87,7 @@ class Sequence:
             return
         for position, source in enumerate(result.sources):
             if position < result.loaded_blocks:
-                tokens = self.request.block_size
+                tokens = self.request.hash_block_size
                 self.loaded[source] = self.loaded.get(source, 0) + tokens
             elif source not in ("memory", "disk"):
                 self.misses[source] = self.misses.get(source, 0) + 1

@@ -11,11 +11,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ebbtide.allocator import KVCacheManager, Request, hash_blocks
+from ebbtide.allocator import FullAttention, KVCacheManager, Request, hash_blocks, pack_key
 
 SIZE = 2  # tokens per block
 # Tokens are few and prompts short, so that prefixes are shared, duplicated and evicted often.
 PROMPTS = st.lists(st.sampled_from([1, 2]), min_size=1, max_size=9)
+
+
+def key_of(name: tuple[Any, ...]) -> bytes:
+    return pack_key(hash_blocks(name, SIZE)[-1], 0)
 
 
 class Model:
@@ -86,13 +90,12 @@ class Model:
 class Allocator(RuleBasedStateMachine):
     @initialize(num_blocks=st.integers(2, 14), caching=st.sampled_from([True, True, True, False]))
     def start(self, num_blocks: int, caching: bool) -> None:
-        self.told: list[int] = []
         self.cache = KVCacheManager(
             num_blocks,
-            SIZE,
+            [FullAttention(SIZE)],
             64,
             enable_caching=caching,
-            on_evict=lambda block_id, _: self.told.append(block_id),
+            track_newly_cached=True,
         )
         self.model = Model(num_blocks, caching)
         self.live: dict[str, Request] = {}
@@ -113,10 +116,10 @@ class Allocator(RuleBasedStateMachine):
         must_fit: bool, reserved: int,
     ) -> None:  # fmt: skip
         self.count += 1
-        req = Request(f"r{self.count}", prompt, block_size=SIZE)
+        req = Request(f"r{self.count}", prompt, hash_block_size=SIZE)
         hits = self.model.lookup(prompt) if self.model.caching else []
         computed = self.cache.get_computed_blocks(req)
-        assert [block.block_id for block in computed.blocks] == hits
+        assert [b.block_id for column in computed.blocks for b in column] == hits
         local = len(hits) * SIZE
         external = min(external, len(prompt) - local)
         delay = bool(external) and data.draw(st.booleans())
@@ -148,7 +151,7 @@ class Allocator(RuleBasedStateMachine):
             model.take(req.request_id, local + external)
         new_blocks = model.take(req.request_id, upto)
         assert got is not None
-        assert [block.block_id for block in got] == new_blocks
+        assert [block.block_id for block in got[0]] == new_blocks
         self.live[req.request_id] = req
         self.done[req.request_id] = len(hits)
         req.num_computed_tokens = local + external + new
@@ -175,7 +178,7 @@ class Allocator(RuleBasedStateMachine):
             assert got is None
             return
         assert got is not None
-        assert [block.block_id for block in got] == self.model.take(req.request_id, upto)
+        assert [block.block_id for block in got[0]] == self.model.take(req.request_id, upto)
         req.num_computed_tokens = upto
         self.cached_up_to(req)
 
@@ -224,10 +227,10 @@ class Allocator(RuleBasedStateMachine):
 
     @rule()
     def take_newly_cached(self) -> None:
-        for block_id, block_hash in self.cache.take_newly_cached():
+        for block_id, key in self.cache.take_newly_cached():
             name = self.model.name_of(block_id)
             assert name is not None
-            assert hash_blocks(name, SIZE)[-1] == block_hash
+            assert key_of(name) == key
 
     @invariant()
     def states_agree(self) -> None:
@@ -236,12 +239,12 @@ class Allocator(RuleBasedStateMachine):
         assert [b.block_id for b in pool.peek_free(99)] == model.free
         assert {b.block_id: b.ref_count for b in pool.blocks[1:]} == model.refs
         for request_id in self.live:
-            assert self.cache.get_block_ids(request_id) == model.tables[request_id]
+            assert self.cache.get_block_ids(request_id) == (model.tables[request_id],)
         for name in {name for name, _ in model.names}:
-            found = pool.cached_blocks(hash_blocks(name, SIZE)[-1])
+            found = pool.cached_blocks(key_of(name))
             assert [b.block_id for b in found] == [b for n, b in model.names if n == name]
-        assert sum(b.block_hash is not None for b in pool.blocks) == len(model.names)
-        assert self.told == model.evicted
+        assert sum(b.key is not None for b in pool.blocks) == len(model.names)
+        assert pool.evictions == len(model.evicted)
         assert self.cache.usage == pytest.approx(
             sum(count > 0 for count in model.refs.values()) / len(model.refs)
         )

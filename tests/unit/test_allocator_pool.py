@@ -24,6 +24,17 @@ def cached(pool: BlockPool, *names: bytes) -> list[Block]:
     return blocks
 
 
+class Told:
+    def __init__(self) -> None:
+        self.keys: list[bytes] = []
+
+    def removed(self, key: bytes) -> None:
+        self.keys.append(key)
+
+    def cleared(self) -> None:
+        self.keys.append(b"all")
+
+
 # ------------------------------------------------------------------------------ free queue
 
 
@@ -107,17 +118,17 @@ def test_the_oldest_duplicate_serves_and_the_next_follows() -> None:
 
 
 def test_allocation_evicts_from_the_head_and_tells() -> None:
-    evicted: list[tuple[int, bytes]] = []
-    pool = BlockPool(4, on_evict=lambda block_id, name: evicted.append((block_id, name)))
+    told = Told()
+    pool = BlockPool(4, events=told)
     blocks = cached(pool, b"a", b"b", b"a")
     pool.free(reversed(blocks))
     assert ids(pool.peek_free(2)) == [3, 2]
-    assert evicted == []
+    assert told.keys == []
     assert ids(pool.allocate(2)) == [3, 2]
-    assert evicted == [(3, b"a"), (2, b"b")]
+    assert (told.keys, pool.evictions) == ([b"a", b"b"], 2)
     assert pool.get_cached_block(b"a") is blocks[0]
     pool.evict_blocks([1])
-    assert len(evicted) == 2  # told of allocations only
+    assert (told.keys, pool.evictions) == ([b"a", b"b", b"a"], 2)
     pool.check_integrity()
 
 
@@ -140,7 +151,7 @@ def test_a_pin_outlives_the_table() -> None:
     pool.touch([block])  # a connector starts to copy
     pool.free([block])  # the request ends
     assert ids(pool.allocate(1)) == [2]
-    assert block.block_hash == b"a"
+    assert block.key == b"a"
     with pytest.raises(MisuseError, match="not enough free blocks"):
         pool.allocate(1)
     pool.free([block])
@@ -215,7 +226,7 @@ def test_reset_waits_for_every_reference(caplog: pytest.LogCaptureFixture) -> No
     before = queue(pool)
     assert pool.reset()
     assert queue(pool) == before
-    assert not any(block.block_hash for block in pool.blocks)
+    assert not any(block.key for block in pool.blocks)
     assert (pool.get_cached_block(b"a"), pool.get_cached_block(b"b")) == (None, None)
     pool.check_integrity()
 
@@ -243,9 +254,9 @@ def test_integrity_check_sees_each_kind_of_damage() -> None:
             case 1:
                 blocks[0].ref_count = 0
             case 2:
-                blocks[0].block_hash = b"other"
+                blocks[0].key = b"other"
             case 3:
-                blocks[0].block_hash = None
+                blocks[0].key = None
             case 4:
                 pool.blocks[4].prev_free = pool.blocks[5]
             case 5:

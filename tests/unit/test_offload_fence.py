@@ -196,7 +196,7 @@ def test_a_block_is_nobodys_content_while_it_is_being_computed(
         hashed: list[list[int]] = []
 
         def watched(newly_full: list[object]) -> object:
-            blocks = [b.block_id for b in rig.engine.pool.blocks if b.block_hash is not None]
+            blocks = [b.block_id for b in rig.engine.pool.blocks if b.key is not None]
             hashed.append([block_id for block_id in blocks if pool.content(block_id) is None])
             return plan(newly_full)  # type: ignore[arg-type]
 

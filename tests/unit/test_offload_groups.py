@@ -102,7 +102,7 @@ def test_p33_blocks_before_the_window_are_not_requested(window: int) -> None:
 
 
 def test_a_key_is_the_hash_at_the_blocks_end_and_its_group() -> None:
-    hashes = Request("r", [1] * 128, block_size=HASH_BLOCK).block_hashes
+    hashes = Request("r", [1] * 128, hash_block_size=HASH_BLOCK).block_hashes
     assert HYBRID.keys(FULL, hashes, 2, 4) == [pack_key(hashes[n], 0) for n in (2, 3)]
     assert HYBRID.keys(WINDOWED, hashes, 0, 4) == [pack_key(hashes[n], 1) for n in (1, 3, 5, 7)]
     assert HYBRID.keys(WINDOWED, hashes, 1, 1) == []

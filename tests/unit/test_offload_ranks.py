@@ -258,7 +258,7 @@ def _report_of(job: StoreJob, rank: int, draw: Random) -> WorkerReport:
 
 
 def hashes(tokens: int) -> list[bytes]:
-    return list(Request("hashes", list(range(tokens)), block_size=16).block_hashes)
+    return list(Request("hashes", list(range(tokens)), hash_block_size=16).block_hashes)
 
 
 def admit(rig: RankRig, tables: Sequence[Sequence[int]], tokens: int) -> int | None:

@@ -252,10 +252,10 @@ def test_stored_records_hold_computed_blocks(
         layout = PagedLayout.from_tensors(engine.runner.kv_caches, block_dim=1)
         assert tokens_of(engine.generate([one], NEW_TOKENS)) == plain[number : number + 1]
         for block in engine.pool.blocks:
-            if block.block_hash is not None:
+            if block.key is not None:
                 record = torch.zeros(layout.record_bytes, dtype=torch.uint8)
                 gather(layout, [block.block_id], [record])
-                assert_same_floats(stored[block.block_hash], record)
+                assert_same_floats(stored[unpack_key(block.key)[0]], record)
                 seen += 1
     assert seen >= len(stored) > 20
 
