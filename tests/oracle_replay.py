@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import lzma
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.allocator import (
@@ -29,15 +30,18 @@ if TYPE_CHECKING:
     from ebbtide.allocator import Block, GroupSpec
 
 KINDS = {"full": "full_attention", "swa": "sliding_window", "chunk": "chunked_local_attention"}
+PACKED = {".gz": gzip.decompress, ".xz": lzma.decompress}
 ROOT = none_hash("sha256_cbor", "vllm-none-hash")
 
 Record = dict[str, Any]
 
 
 def read_trace(path: Path) -> Iterator[Record]:
-    """The lines of a trace, plain or gzipped."""
-    text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    yield from map(json.loads, text.splitlines())
+    """The lines of a trace, plain or compressed."""
+    data = path.read_bytes()
+    if path.suffix in PACKED:
+        data = PACKED[path.suffix](data)
+    yield from map(json.loads, data.splitlines())
 
 
 def spec_of(text: str) -> GroupSpec:
@@ -89,6 +93,7 @@ class Replay:
     """Our manager under the operations of one round."""
 
     def __init__(self, config: Record) -> None:
+        self.config = config
         specs = [spec_of(text) for text in config["groups"]]
         self.told = Told()
         self.cache = KVCacheManager(
@@ -174,6 +179,11 @@ class Replay:
         request.num_computed_tokens += record["run"]
         return ids_of(got)
 
+    def _commit(self, record: Record) -> None:
+        if record.get("commit"):
+            request = self.requests[record["rid"]]
+            self.cache.cache_blocks(request, request.num_computed_tokens)
+
     def _free(self, record: Record) -> None:
         self.cache.free(self.requests.pop(record["rid"]))
 
@@ -221,6 +231,40 @@ class Replay:
         self.evicted += sum(name == "BlockRemoved" for name, _ in events)
         theirs = sorted((name, hashes) for name, hashes in record["events"])
         assert events == theirs, ("events", events, theirs)
+
+
+class Replays:
+    """Rounds one behind the other, as they come: for a trace, or beside the real thing."""
+
+    def __init__(self) -> None:
+        self.rounds = self.operations = self.evicted = self.hit_tokens = self.refused = 0
+        self.shapes: set[tuple[str, ...]] = set()
+        self._one: Replay | None = None
+
+    def apply(self, record: Record) -> None:
+        """The next line. Raises AssertionError for the first difference."""
+        if record["op"] == "config":
+            self.end()
+            self._one = Replay(record)
+            self.rounds += 1
+            self.shapes.add(tuple(record["groups"]))
+            return
+        assert self._one is not None
+        try:
+            self._one.apply(record)
+        except AssertionError as error:
+            asked = {k: v for k, v in record.items() if k not in ("state", "events")}
+            where = f"round {self.rounds}, operation {self.operations}"
+            raise AssertionError(f"{where}: {error}\n{self._one.config}\n{asked}") from error
+        self.operations += 1
+
+    def end(self) -> None:
+        """Count the round that has ended."""
+        if self._one is not None:
+            self.evicted += self._one.evicted
+            self.hit_tokens += self._one.hit_tokens
+            self.refused += self._one.refused
+            self._one = None
 
 
 def ids_of(columns: Sequence[Sequence[Block]]) -> list[list[int]]:
