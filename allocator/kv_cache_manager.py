@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from ebbtide.allocator.admission import check_counts, check_hash_block_size, check_hits
 from ebbtide.allocator.cache_rules import cache_rules
 from ebbtide.allocator.coordinator import (
     NO_COMPUTED_BLOCKS,
@@ -134,7 +135,7 @@ class KVCacheManager:
         own. Changes nothing: allocate before anything else does. Empty with caching off or when the
         request does not read the cache. O(blocks hit).
         """
-        self._check_hash_block_size(request)
+        check_hash_block_size(self.rules, request)
         if not self.enable_caching or request.skip_reading_prefix_cache:
             return NO_COMPUTED_BLOCKS
         limit = max(request.num_tokens - 1, 0)
@@ -186,11 +187,11 @@ class KVCacheManager:
         external, lookahead = num_external_computed_tokens, num_lookahead_tokens
         if num_new_tokens <= 0 or external or lookahead or reserved_blocks:
             counts = num_new_tokens, external, lookahead, reserved_blocks
-            self._check_counts(request, computed, counts)
+            check_counts(request, computed, counts)
         if computed.num_tokens:
-            self._check_hits(request, computed)
+            check_hits(self.groups, self.pool, self.rules, request, computed)
         elif request.hash_block_size != self.rules.hash_block_size:
-            self._check_hash_block_size(request)
+            check_hash_block_size(self.rules, request)
         limit, pool = self.max_model_len, self.pool
         holds_back = has_scheduled_reqs and not request.is_running
         watermark = self._watermark_blocks if holds_back else 0
@@ -260,6 +261,43 @@ class KVCacheManager:
         return tuple(
             [block.block_id for block in group.tables.get(request_id, ())] for group in self.groups
         )
+
+    def pop_blocks_for_free(self, request: Request) -> list[Block]:
+        """Forget a request's tables without releasing its blocks: the caller gives them to
+        `pool.free`, reversed, when nothing reads or writes them any more. Groups one behind the
+        other, each in token order.
+        """
+        blocks: list[Block] = []
+        for group in self.groups:
+            blocks += group.pop(request.request_id)
+        return blocks
+
+    def get_block_ids_for_computed_tokens(
+        self, request_id: str, num_tokens: int
+    ) -> tuple[list[int], ...]:
+        """The tables, cut behind the blocks that the first `num_tokens` tokens lie in."""
+        tables = zip(self.groups, self.get_block_ids(request_id), strict=True)
+        return tuple(ids[: -(-num_tokens // group.block_size)] for group, ids in tables)
+
+    def truncate_computed_blocks(self, computed: ComputedBlocks, num_tokens: int) -> ComputedBlocks:
+        """A hit cut at fewer tokens, a multiple of every block size. Changes no count."""
+        columns = []
+        for group, column in zip(self.groups, computed.blocks, strict=True):
+            if num_tokens % group.block_size or num_tokens > computed.num_tokens:
+                raise MisuseError(
+                    "a hit is cut at block boundaries within it",
+                    num_tokens=num_tokens,
+                    hit_tokens=computed.num_tokens,
+                    block_size=group.block_size,
+                )
+            columns.append(column[: num_tokens // group.block_size])
+        return computed._replace(blocks=tuple(columns), num_tokens=num_tokens)
+
+    def estimate_cached_tokens(self, request: Request) -> int:
+        """How many leading tokens of a request are cached in every group, at most. O(blocks)."""
+        tables = [group.tables.get(request.request_id, ()) for group in self.groups]
+        covered = [max((b.num_tokens for b in table if b.key), default=0) for table in tables]
+        return min(covered, default=0)
 
     # -- the cache as a whole ----------------------------------------------------------------------
 
@@ -372,42 +410,3 @@ class KVCacheManager:
         if looked_up and request.num_computed_tokens == 0:
             preempted = request.num_preemptions > 0
             self._stats.record(request.num_tokens, num_hit_tokens, preempted=preempted)
-
-    @staticmethod
-    def _check_counts(request: Request, computed: ComputedBlocks, counts: tuple[int, ...]) -> None:
-        if min(counts) < 0 or not (counts[0] or counts[1] or computed.num_tokens):
-            raise MisuseError(
-                "nothing to allocate, or a negative count",
-                request=request.request_id,
-                new_external_lookahead_reserved=counts,
-            )
-
-    def _check_hash_block_size(self, request: Request) -> None:
-        if request.hash_block_size != self.rules.hash_block_size:
-            raise MisuseError(
-                "the request is hashed at another block size",
-                request=request.hash_block_size,
-                cache=self.rules.hash_block_size,
-            )
-
-    def _check_hits(self, request: Request, computed: ComputedBlocks) -> None:
-        """Hits must lead the table and still be what was asked for: else wrong bytes are read."""
-        self._check_hash_block_size(request)
-        right = (
-            computed.forgotten == self.pool.forgotten
-            and computed.num_tokens % self.rules.alignment == 0
-            and not any(group.tables.get(request.request_id) for group in self.groups)
-        )
-        for group, column in zip(self.groups, computed.blocks, strict=True):
-            # The last name of a chain stands for all of them.
-            last = computed.num_tokens // self.rules.hash_block_size - 1
-            right = right and len(column) == -(-computed.num_tokens // group.block_size)
-            if right and not column[-1].is_null:
-                right = column[-1].key == request.block_hashes[last] + group.suffix
-        if not right:
-            raise MisuseError(
-                "the hits are not, or no longer, the leading blocks of this request",
-                next_step="Look up and allocate in one go, for requests without blocks",
-                request=request.request_id,
-                hit_tokens=computed.num_tokens,
-            )

@@ -165,11 +165,14 @@ class KVGroup:
 
     def free(self, request_id: str) -> None:
         """Release a request's blocks, the end of its chain to be evicted first."""
-        table = self.tables.pop(request_id, None)
+        table = self.pop(request_id)
+        table.reverse()
+        self.pool.free(table)
+
+    def pop(self, request_id: str) -> list[Block]:
+        """Forget a request without releasing its blocks, which the caller does: its table."""
         self.num_cached.pop(request_id, None)
-        if table:
-            table.reverse()
-            self.pool.free(table)
+        return self.tables.pop(request_id, [])
 
     def served(self, members: Sequence[KVGroup], block_hash: bytes) -> list[Block] | None:
         """The block that serves a hash in each of these groups; None unless all have one."""

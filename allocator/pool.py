@@ -11,7 +11,7 @@ from ebbtide.allocator.eviction_policy import DEFAULT_POLICY, eviction_policy
 from ebbtide.errors import MisuseError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +85,7 @@ class BlockPool:
         self._serving: dict[bytes, Block] = {}
         self._younger: dict[bytes, OrderedDict[int, Block]] = {}
         self._further: dict[int, set[bytes]] = {}  # by block id: keys beside `Block.key`
+        self._watchers: dict[int, Callable[[Block], None]] = {}  # by block id
 
     @property
     def num_free_blocks(self) -> int:
@@ -145,6 +146,8 @@ class BlockPool:
             if block.key is not None:
                 self._forget(block)
                 self.evictions += 1
+        if self._watchers:
+            self._tell_watchers(taken)
         if self._residency is not None:
             for block in taken:
                 if self.enable_caching:
@@ -189,6 +192,28 @@ class BlockPool:
                 block.ref_count = 0
                 (uncached if block.key is None else cached).append(block)
         self._free.release(uncached, cached)
+        if overfreed is not None:
+            raise MisuseError("freed more often than referenced", block=overfreed)
+
+    def free_watched(self, blocks: Iterable[Block], on_reuse: Callable[[Block], None]) -> None:
+        """Drop one reference each of blocks whose bytes the holder reads on for as long as it can.
+
+        Blocks without a reference join the tail of the queue, cached or not, and count as free.
+        `on_reuse` is called once for each, when it is handed out again or the cache is reset; it
+        must not call the pool. (As vLLM 0.32's `unpin_blocks`.) Raises MisuseError at a block that
+        has no reference to drop; those before it are freed.
+        """
+        released: list[Block] = []
+        overfreed = None
+        for block in blocks:
+            if block.is_null or block.ref_count == 0:
+                overfreed = block
+                break
+            block.ref_count -= 1
+            self._watchers[block.block_id] = on_reuse
+            if block.ref_count == 0:
+                released.append(block)
+        self._free.release((), released)
         if overfreed is not None:
             raise MisuseError("freed more often than referenced", block=overfreed)
 
@@ -283,6 +308,7 @@ class BlockPool:
         self._further.clear()
         for block in self.blocks:
             block.key = None
+        self._tell_watchers([self.blocks[block_id] for block_id in self._watchers])
         if self._residency is not None:
             self._residency.cleared()
         if self._events is not None:
@@ -298,6 +324,12 @@ class BlockPool:
         return self._free.peek(count)
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _tell_watchers(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            on_reuse = self._watchers.pop(block.block_id, None)
+            if on_reuse is not None:
+                on_reuse(block)
 
     def _serve(self, block: Block, key: bytes) -> None:
         if self._serving.setdefault(key, block) is not block:

@@ -1,11 +1,18 @@
 """Blocks, the free queue and the pool, in isolation."""
 
 import logging
+from collections.abc import Sequence
 
 import pytest
 
-from ebbtide.allocator import Block, BlockPool, FreeBlockQueue
-from ebbtide.errors import MisuseError
+from ebbtide.allocator import (
+    Block,
+    BlockPool,
+    FreeBlockQueue,
+    eviction_policy,
+    register_eviction_policy,
+)
+from ebbtide.errors import ConfigError, MisuseError
 
 
 def ids(blocks: list[Block]) -> list[int]:
@@ -269,3 +276,119 @@ def test_integrity_check_sees_each_kind_of_damage() -> None:
     for harm in range(7):
         with pytest.raises(MisuseError):
             damaged(harm).check_integrity()
+
+
+# ------------------------------------------------------------------------------ further keys
+
+
+def test_a_block_is_found_under_a_part_of_it_too() -> None:
+    told = Told()
+    pool = BlockPool(5, events=told)
+    (block,) = pool.allocate(1)
+    assert pool.cache_partial(block, b"half", 2)
+    assert not pool.cache_partial(block, b"half", 2)
+    assert (block.key, block.num_tokens) == (b"half", 2)
+    pool.cache(block, b"whole", 4)  # covers more: the part is forgotten
+    assert (pool.keys_of(block), told.keys) == ([b"whole"], [b"half"])
+    assert pool.cache_partial(block, b"half", 2)
+    assert (pool.keys_of(block), pool.get_cached_block(b"half")) == ([b"whole", b"half"], block)
+    pool.check_integrity()
+    pool.free([block])
+    assert pool.allocate(4)[3] is block
+    assert told.keys[1:] == [b"whole", b"half"]
+    assert (pool.evictions, pool.forgotten) == (1, 3)
+    pool.check_integrity()
+
+
+def test_a_run_of_blocks_is_cached_as_one_after_the_other() -> None:
+    pool, single = BlockPool(6), BlockPool(6)
+    names = [b"a", b"b", b"a"]
+    blocks = pool.allocate(3)
+    pool.cache_run(blocks, names, b"!", 16, 16)
+    for block, name, end in zip(single.allocate(3), names, (16, 32, 48), strict=True):
+        single.cache(block, name + b"!", end)
+    for one in (pool, single):
+        assert [(b.key, b.num_tokens) for b in one.blocks[1:4]] == [
+            (b"a!", 16),
+            (b"b!", 32),
+            (b"a!", 48),
+        ]
+        assert ids(one.cached_blocks(b"a!")) == [1, 3]
+        one.check_integrity()
+    with pytest.raises(MisuseError, match="nothing is cached here"):
+        BlockPool(3, enable_caching=False).cache_run([], [], b"", 0, 16)
+
+
+# ------------------------------------------------------------------------------ watched blocks
+
+
+def test_a_watched_block_stays_until_it_is_handed_out() -> None:
+    told: list[int] = []
+    pool = BlockPool(4)
+    first, second = pool.allocate(2)
+    pool.free_watched([first], lambda block: told.append(block.block_id))
+    assert (queue(pool), told) == ([3, 1], [])  # at the tail, although nobody could find it
+    pool.free([second])
+    assert ids(pool.allocate(2)) == [2, 3]
+    assert told == []
+    assert (ids(pool.allocate(1)), told) == ([1], [1])
+    pool.free_watched([second], lambda block: told.append(-block.block_id))
+    pool.free([first, pool.blocks[3]])
+    assert pool.reset()
+    assert told == [1, -2]
+    with pytest.raises(MisuseError, match="freed more often"):
+        pool.free_watched([second], lambda block: None)
+    assert pool.reset()
+    assert told == [1, -2]
+
+
+# ------------------------------------------------------------------------------ policies
+
+
+class MostRecentFirst(FreeBlockQueue):
+    def release(self, uncached: Sequence[Block], cached: Sequence[Block]) -> None:
+        self.prepend([*uncached, *cached])
+
+
+def test_policies_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eviction_policy, "_POLICIES", dict(eviction_policy._POLICIES))
+    register_eviction_policy("most_recent", MostRecentFirst)
+    for name, order in (("lru", [3, 4, 2, 1]), ("most_recent", [2, 1, 3, 4])):
+        pool = BlockPool(5, policy=name)
+        pool.free(reversed(cached(pool, b"a", b"b")))
+        assert queue(pool) == order
+        pool.check_integrity()
+    with pytest.raises(ConfigError, match="exists"):
+        register_eviction_policy("lru", MostRecentFirst)
+    with pytest.raises(ConfigError, match="Did you mean 'lru'"):
+        BlockPool(5, policy="lrru")
+
+
+# ------------------------------------------------------------------------------ residency
+
+
+class Lives:
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int]] = []
+
+    def allocated(self, block_id: int) -> None:
+        self.told.append(("allocated", block_id))
+
+    def accessed(self, block_id: int) -> None:
+        self.told.append(("accessed", block_id))
+
+    def evicted(self, block_id: int) -> None:
+        self.told.append(("evicted", block_id))
+
+    def cleared(self) -> None:
+        self.told.append(("cleared", 0))
+
+
+def test_lives_of_blocks_are_told() -> None:
+    lives = Lives()
+    pool = BlockPool(3, residency=lives)
+    (block,) = cached(pool, b"a")
+    pool.touch([block])
+    pool.free([block, block])
+    pool.reset()
+    assert lives.told == [("evicted", 1), ("allocated", 1), ("accessed", 1), ("cleared", 0)]
