@@ -125,6 +125,10 @@ class KVCacheManager:
         """Share of the usable blocks that are referenced, 0..1. Cached but free counts as free."""
         return self.pool.usage
 
+    def blocks_for_request(self, num_tokens: int) -> int:
+        """Free blocks without which a request of that length is never admitted whole."""
+        return sum(group.blocks_needed("", num_tokens, (), 0, capped=True) for group in self.groups)
+
     # -- looking up --------------------------------------------------------------------------------
 
     def get_computed_blocks(self, request: Request) -> ComputedBlocks:

@@ -35,14 +35,23 @@ def write_kv(
         pages.index_put_((block, row), rows)
 
 
-def causal_mask(query_len: int, context_len: int, like: torch.Tensor) -> torch.Tensor:
+def causal_mask(
+    query_len: int, context_len: int, like: torch.Tensor, window_tokens: int | None = None
+) -> torch.Tensor:
     """Additive mask [query_len, context_len]: 0 where query row `i` may look, else -inf.
 
-    Row `i` is the token at position `context_len - query_len + i`. Dtype and device are those of
-    `like`. Build it once per step and pass it to every layer.
+    Row `i` is the token at position `context_len - query_len + i`; with a window it sees itself and
+    the `window_tokens - 1` tokens before it. Dtype and device are those of `like`. Build it once
+    per step and pass it to every layer.
     """
-    mask = torch.full((query_len, context_len), float("-inf"), dtype=like.dtype, device=like.device)
-    return mask.triu_(context_len - query_len + 1)
+    blind = torch.full(
+        (query_len, context_len), float("-inf"), dtype=like.dtype, device=like.device
+    )
+    prefix_len = context_len - query_len
+    mask = blind.triu(prefix_len + 1)
+    if window_tokens is not None:
+        mask += blind.tril(prefix_len - window_tokens)
+    return mask
 
 
 def gather_pages(
@@ -98,7 +107,7 @@ def paged_attention(
     prefix_len = context_len - query_len
     if query_len > 1 and prefix_len and mask is None:
         mask = causal_mask(query_len, context_len, query)
-    if prefix_len == 0 or query_len == 1:
+    if mask is None:
         return _dense(query, key, value, None, causal=query_len > 1, scale=scale)
     assert mask is not None
     if query_len <= QUERY_ROWS:

@@ -113,8 +113,9 @@ class Rig:
         bounds: SchedulerBounds = PATIENT,
         load_timeout_s: float = HANG_S,
         wrap_slab: Callable[[Slab], Slab] = lambda slab: slab,
+        model: ModelConfig = TINY,
     ) -> None:
-        self.record_bytes = RECORD_BYTES * block_size // BLOCK
+        self.record_bytes = RECORD_BYTES * block_size // BLOCK // len(model.windows)
         memory = exact_size(memory_records * self.record_bytes)
         settings: dict[str, object] = {"memory": {"capacity": memory}}
         if disk is not None:
@@ -122,7 +123,7 @@ class Rig:
         self.runtime = ThreadRuntime()
         self.opened = OpenStore(load_config(settings).config, self.runtime, wrap_slab=wrap_slab)
         self.store = self.opened.store
-        self.engine = Engine(TINY, blocks, block_size=block_size, max_batched_tokens=budget)
+        self.engine = Engine(model, blocks, block_size=block_size, max_batched_tokens=budget)
         self.halves = attach_local(
             self.engine, self.store, self.runtime, bounds=bounds, load_timeout_s=load_timeout_s
         )
@@ -170,9 +171,9 @@ class Rig:
     def forget_memory(self) -> None:
         """Only the disk holds anything."""
         self.write_out()
-        for record in self.memory_records().values():
-            self.store.memory.discard(record)
-        assert not self.memory_records()
+        while records := self.memory_records():  # of a hash there is one for each KV group
+            for record in records.values():
+                self.store.memory.discard(record)
 
     def wait_for(self, condition: Callable[[], object]) -> None:
         """Let the store's threads work until something is true."""

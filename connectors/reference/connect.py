@@ -11,10 +11,10 @@ import torch
 
 from ebbtide.allocator import none_hash
 from ebbtide.connectors.client import Client, LocalClient, SocketClient
-from ebbtide.connectors.offload.groups import KVGroups
+from ebbtide.connectors.offload.groups import KVGroup, KVGroups
 from ebbtide.connectors.offload.scheduler import OffloadScheduler, SchedulerBounds
 from ebbtide.connectors.offload.worker import LOAD_TIMEOUT_S, OffloadWorker
-from ebbtide.connectors.reference.device_pool import GROUP, ReferencePool
+from ebbtide.connectors.reference.device_pool import ReferencePool
 from ebbtide.errors import EbbtideError, TierUnavailableError
 from ebbtide.kernels.layout import PagedLayout
 from ebbtide.tiers.device import device_copies
@@ -51,7 +51,7 @@ def describe(engine: Engine, layout: PagedLayout) -> Descriptor:
         weights=f"seeded/{engine.runner.seed}",
         kv_dtype=str(layout.dtype).removeprefix("torch."),
         block_size=engine.block_size,
-        layers=tuple(f"full_attention.{number}" for number in range(config.num_layers)),
+        layers=tuple(map(config.layer_name, range(config.num_layers))),
         layout=json.dumps(layout.describe(), sort_keys=True),
         tensor_parallel=1,
         pipeline_parallel=1,
@@ -111,10 +111,17 @@ def _attach(
         control,
         ReferencePool(engine.pool, engine.being_computed),
         descriptor=descriptor,
-        groups=KVGroups.single(engine.block_size, layout.record_bytes),
+        groups=KVGroups(
+            [
+                KVGroup(number, engine.block_size, layout.record_bytes, window)
+                for number, window in enumerate(engine.runner.config.windows)
+            ],
+            engine.block_size,
+        ),
         bounds=bounds,
     )
-    worker = OffloadWorker(data, device_copies({GROUP: layout}), load_timeout_s=load_timeout_s)
+    layouts = dict.fromkeys(range(len(engine.runner.config.windows)), layout)
+    worker = OffloadWorker(data, device_copies(layouts), load_timeout_s=load_timeout_s)
     halves = Halves(scheduler, worker)
     try:
         _wait_until_ready(halves, control)

@@ -15,6 +15,7 @@ from ebbtide.allocator import (
     FullAttention,
     KVCacheManager,
     Request,
+    SlidingWindow,
 )
 from ebbtide.connectors.reference.runner import Part, Runner
 from ebbtide.connectors.reference.scheduler import Scheduled, Scheduler
@@ -76,9 +77,13 @@ class Engine:
         self.block_size = block_size
         self.kv = KVCacheManager(
             num_blocks,
-            [FullAttention(block_size)],
+            [
+                FullAttention(block_size) if window is None else SlidingWindow(block_size, window)
+                for window in model_config.windows
+            ],
             model_config.max_position,
             enable_caching=enable_prefix_caching,
+            max_in_flight_tokens=max_batched_tokens,
             track_newly_cached=True,
         )
         self.runner = Runner(
@@ -130,15 +135,17 @@ class Engine:
         token to generate, or a length that can never fit into the model or the pool.
         """
         config, total = self.runner.config, len(prompt_token_ids) + max_new_tokens
-        capacity = (len(self.pool.blocks) - 1) * self.block_size
         if self._closed or request_id in self.scheduler.names:
             raise MisuseError("the engine is closed or the id is in use", request_id=request_id)
-        if not prompt_token_ids or max_new_tokens < 1 or total > min(capacity, config.max_position):
+        blocks = self.kv.blocks_for_request(total)
+        fits = total <= config.max_position and blocks < len(self.pool.blocks)
+        if not prompt_token_ids or max_new_tokens < 1 or not fits:
             raise MisuseError(
                 "the request is empty or too long",
                 prompt_tokens=len(prompt_token_ids),
                 max_new_tokens=max_new_tokens,
-                pool_tokens=capacity,
+                needed_blocks=blocks,
+                pool_blocks=len(self.pool.blocks) - 1,
                 max_position=config.max_position,
             )
         if not 0 <= min(prompt_token_ids) <= max(prompt_token_ids) < config.vocab_size:
@@ -266,7 +273,7 @@ class Engine:
                 Part(
                     request.all_token_ids[start : start + count],
                     start,
-                    self.kv.get_block_ids(request.request_id)[0],
+                    self.kv.get_block_ids(request.request_id),
                 )
             )
         logits = self.runner.execute(parts)

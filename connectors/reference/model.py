@@ -9,7 +9,7 @@ anywhere in the prefix changes the answer.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -36,7 +36,8 @@ class ModelConfig:
     """The shape of a model. Raises ConfigError when the parts do not fit.
 
     The default has 25 million weights, 16 KiB of KV a token in float32 (256 KiB a block of 16), and
-    prefills about 2,000 tokens in a second on two CPU cores.
+    prefills about 2,000 tokens in a second on two CPU cores. With `window_tokens` a token sees that
+    many tokens, its own included: in all layers, or in every other one, from the first on.
     """
 
     vocab_size: int = VOCAB_SIZE
@@ -51,6 +52,8 @@ class ModelConfig:
     norm_eps: float = 1e-5
     tied_head: bool = False
     dtype: torch.dtype = torch.float32
+    window_tokens: int | None = None
+    all_layers_windowed: bool = True
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -61,6 +64,30 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ConfigError("head_dim must be even", head_dim=self.head_dim)
+        no_window = self.window_tokens is not None and self.window_tokens < 1
+        if self.num_layers % len(self.windows) or no_window:
+            raise ConfigError(
+                "a window has tokens, and as many layers as there are without one",
+                window_tokens=self.window_tokens,
+                num_layers=self.num_layers,
+            )
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Per KV group its window; None: the group's layers see everything."""
+        if self.window_tokens is None or self.all_layers_windowed:
+            return (self.window_tokens,)
+        return None, self.window_tokens
+
+    def layer_name(self, layer: int) -> str:
+        """What a layer does and which one it is, for the name of its content."""
+        window = self.windows[self.group_of_layer(layer)]
+        kind = "full_attention" if window is None else f"sliding_window_{window}"
+        return f"{kind}.{layer}"
+
+    def group_of_layer(self, layer: int) -> int:
+        """The KV group that a layer belongs to."""
+        return (layer + 1) % len(self.windows)
 
     @property
     def qkv_size(self) -> int:
@@ -72,23 +99,25 @@ class ModelConfig:
 class SequenceRange:
     """One sequence's part of a batch: rows `start` to `start + length` are its newest tokens.
 
-    `context_len` counts all its tokens up to the last of those rows. `block_table` is int64
-    [blocks].
+    `context_len` counts all its tokens up to the last of those rows. `block_tables` has one int64
+    [blocks] per KV group.
     """
 
     start: int
     length: int
     context_len: int
-    block_table: torch.Tensor
+    block_tables: tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The tokens of one step, flattened: three int64 tensors [tokens] and who owns which rows."""
+    """The tokens of one step, flattened: int64 tensors [tokens], slots per KV group, and who owns
+    which rows.
+    """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    slot_mapping: torch.Tensor
+    slot_mappings: tuple[torch.Tensor, ...]
     sequences: tuple[SequenceRange, ...]
 
 
@@ -139,19 +168,21 @@ class Model:
     def forward(self, batch: Batch, kv_caches: Sequence[torch.Tensor]) -> torch.Tensor:
         """Logits [sequences, vocab] float32 for the last token of every sequence of `batch`.
 
-        `kv_caches` holds one [2, num_blocks, block_size, kv_heads, head_dim] tensor a layer; the KV
-        of the batch's tokens is written there, and everything before them is read from there.
+        `kv_caches` holds [2, num_blocks, block_size, kv_heads, head_dim] tensors, one for a layer
+        of each KV group; the KV of the batch's tokens is written there, and everything before them
+        is read from there.
         """
+        groups = len(self.config.windows)
         hidden = self._embedding.index_select(0, batch.token_ids)
         angles = self._angles.index_select(0, batch.positions).unsqueeze(1)
-        masks = [
-            causal_mask(part.length, part.context_len, hidden)
-            if 1 < part.length < part.context_len
-            else None
-            for part in batch.sequences
+        sights = [
+            [_sight(part, group, window, hidden, kv_caches) for part in batch.sequences]
+            for group, window in enumerate(self.config.windows)
         ]
-        for layer, kv_cache in zip(self._layers, kv_caches, strict=True):
-            mixed = self._attend(layer, hidden, angles, batch, masks, kv_cache)
+        for number, layer in enumerate(self._layers):
+            group = self.config.group_of_layer(number)
+            slots, kv_cache = batch.slot_mappings[group], kv_caches[number // groups]
+            mixed = self._attend(layer, hidden, angles, slots, sights[group], kv_cache)
             hidden.addmm_(mixed, layer.attention_out.t())
             gate, up = functional.linear(self._norm(hidden), layer.gate_up).chunk(2, dim=-1)
             hidden.addmm_(functional.silu(gate).mul_(up), layer.down.t())
@@ -166,8 +197,8 @@ class Model:
         layer: _Layer,
         hidden: torch.Tensor,
         angles: torch.Tensor,
-        batch: Batch,
-        masks: Sequence[torch.Tensor | None],
+        slot_mapping: torch.Tensor,
+        sights: Sequence[_Sight],
         kv_cache: torch.Tensor,
     ) -> torch.Tensor:
         """Attention's output before its projection, [tokens, heads * head_dim]."""
@@ -176,17 +207,43 @@ class Model:
         split = qkv.view(len(hidden), heads + 2 * kv_heads, self.config.head_dim)
         _rotate(split[:, : heads + kv_heads], angles)
         query, key, value = torch.split(split, [heads, kv_heads, kv_heads], dim=1)
-        write_kv(kv_cache, batch.slot_mapping, key, value)
+        write_kv(kv_cache, slot_mapping, key, value)
         mixed = torch.empty_like(query, memory_format=torch.contiguous_format)
-        for part, mask in zip(batch.sequences, masks, strict=True):
-            rows = slice(part.start, part.start + part.length)
+        for rows, block_table, context_len, mask in sights:
             mixed[rows] = paged_attention(
-                query[rows], kv_cache, part.block_table, part.context_len, mask=mask
+                query[rows], kv_cache, block_table, context_len, mask=mask
             )
         return mixed.flatten(1)
 
     def _norm(self, hidden: torch.Tensor) -> torch.Tensor:
         return functional.rms_norm(hidden, hidden.shape[-1:], eps=self.config.norm_eps)
+
+
+class _Sight(NamedTuple):
+    """What the tokens of one sequence see in one group: rows, blocks from the first in sight on."""
+
+    rows: slice
+    block_table: torch.Tensor
+    context_len: int
+    mask: torch.Tensor | None
+
+
+def _sight(
+    part: SequenceRange,
+    group: int,
+    window_tokens: int | None,
+    like: torch.Tensor,
+    kv_caches: Sequence[torch.Tensor],
+) -> _Sight:
+    first, block_size = 0, kv_caches[0].shape[2]
+    if window_tokens is not None:
+        first = max(0, part.context_len - part.length - window_tokens + 1) // block_size
+    context_len = part.context_len - first * block_size
+    mask = None
+    if 1 < part.length < context_len or (window_tokens is not None and context_len > window_tokens):
+        mask = causal_mask(part.length, context_len, like, window_tokens)
+    rows = slice(part.start, part.start + part.length)
+    return _Sight(rows, part.block_tables[group][first:], context_len, mask)
 
 
 def _rotary_angles(config: ModelConfig) -> torch.Tensor:

@@ -19,20 +19,21 @@ if TYPE_CHECKING:
 class Part:
     """The tokens of one sequence to run: `token_ids` stand at `position` and after.
 
-    `block_ids` is the sequence's table, long enough for all of them.
+    `block_tables` are the sequence's, one for each KV group, long enough for all of them.
     """
 
     token_ids: list[int]
     position: int
-    block_ids: list[int]
+    block_tables: Sequence[Sequence[int]]
 
 
 class Runner:
     """A model and its KV.
 
-    `kv_caches` holds one tensor a layer, [2, num_blocks, block_size, kv_heads, head_dim] in the
-    model's dtype. All are views of a single allocation, so that a block is copied in one go. They
-    stay in place for the runner's life; a worker half registers them.
+    `kv_caches` holds [2, num_blocks, block_size, kv_heads, head_dim] tensors in the model's dtype,
+    one for a layer of each KV group: a block belongs to one group at a time (as in vLLM 0.32). All
+    are views of a single allocation, so that a block is copied in one go. They stay in place for
+    the runner's life; a worker half registers them.
     """
 
     def __init__(
@@ -49,9 +50,10 @@ class Runner:
         self.block_size = block_size
         self.device = torch.device(device)
         self.model = Model(config, seed=seed, device=device)
+        tensors = config.num_layers // len(config.windows)
         shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
         self.kv_caches: list[torch.Tensor] = list(
-            torch.zeros((config.num_layers, 2, *shape), dtype=config.dtype, device=self.device)
+            torch.zeros((tensors, 2, *shape), dtype=config.dtype, device=self.device)
         )
 
     def execute(self, parts: Sequence[Part]) -> torch.Tensor:
@@ -62,23 +64,23 @@ class Runner:
         """
         token_ids: list[int] = []
         positions: list[torch.Tensor] = []
-        slots: list[torch.Tensor] = []
+        slots: list[list[torch.Tensor]] = [[] for _ in self.config.windows]
         ranges: list[SequenceRange] = []
         for part in parts:
             end = part.position + len(part.token_ids)
-            table = torch.tensor(part.block_ids, dtype=torch.int64)
+            tables = [torch.tensor(ids, dtype=torch.int64) for ids in part.block_tables]
             where = torch.arange(part.position, end)
             block = torch.div(where, self.block_size, rounding_mode="floor")
             positions.append(where)
-            slots.append(table[block] * self.block_size + where % self.block_size)
-            ranges.append(
-                SequenceRange(len(token_ids), len(part.token_ids), end, table.to(self.device))
-            )
+            for group, table in zip(slots, tables, strict=True):
+                group.append(table[block] * self.block_size + where % self.block_size)
+            on_device = tuple(table.to(self.device) for table in tables)
+            ranges.append(SequenceRange(len(token_ids), len(part.token_ids), end, on_device))
             token_ids += part.token_ids
         batch = Batch(
             torch.tensor(token_ids, dtype=torch.int64, device=self.device),
             torch.cat(positions).to(self.device),
-            torch.cat(slots).to(self.device),
+            tuple(torch.cat(group).to(self.device) for group in slots),
             tuple(ranges),
         )
         return self.model.forward(batch, self.kv_caches).cpu()

@@ -130,7 +130,8 @@ class Scheduler:
         """Let sequences run whose load has ended, well or not.
 
         The unbroken run of loaded blocks counts as computed and is cached from now on. Blocks
-        behind it are the sequence's own and get computed in place.
+        behind it are the sequence's own and get computed in place. Where windows hide tokens, or
+        groups are several, a load that failed in part is of no use: the sequence starts again.
         """
         for result in results:
             aborted = self._aborted_loads.pop(result.request_id, None)
@@ -140,11 +141,15 @@ class Scheduler:
             if sequence is None:
                 continue
             request = sequence.request
-            loaded = sequence.load_start_tokens + result.loaded_blocks * request.hash_block_size
+            brought = self._brought_tokens(sequence, result)
+            sequence.load_ended(result, brought)
+            if not brought and not self._in_place:
+                self._start_again(sequence)
+                continue
+            loaded = sequence.load_start_tokens + brought
             self.kv.cache_blocks(request, loaded)
             # The last token is computed in any case: its logits are needed.
             request.num_computed_tokens = min(loaded, request.num_tokens - 1)
-            sequence.load_ended(result)
             request.is_running = True
             self.running.append(sequence)
 
@@ -156,6 +161,7 @@ class Scheduler:
             sequence = self.waiting.popleft()
             request = sequence.request
             hit = self.kv.get_computed_blocks(request)
+            request.junction_tokens = hit.junction_tokens
             external = self._external_tokens(sequence, hit.num_tokens)
             if external is None:
                 postponed.append(sequence)  # the answer is under way: younger ones may go ahead
@@ -175,10 +181,10 @@ class Scheduler:
                 break
             sequence.admitted(hit.num_tokens)
             if self.half is not None:
-                (table,) = self.kv.get_block_ids(request.request_id)
-                self.half.on_allocated(request.request_id, [table], hit.num_tokens, external)
+                tables = self.kv.get_block_ids(request.request_id)
+                self.half.on_allocated(request.request_id, tables, hit.num_tokens, external)
             if external:
-                sequence.load_start_tokens = hit.num_tokens
+                sequence.load_start_tokens, sequence.load_tokens = hit.num_tokens, external
                 self.loading[request.request_id] = sequence
                 continue
             request.num_computed_tokens = hit.num_tokens
@@ -195,7 +201,7 @@ class Scheduler:
         Cut to the request's whole blocks, whatever the half says. If that is all of it, its last
         token is computed once more when the load has ended.
         """
-        if self.half is None:
+        if self.half is None or not sequence.loads:
             return 0
         request = sequence.request
         matched = self.half.matched_tokens(request.request_id, local_tokens)
@@ -203,6 +209,22 @@ class Scheduler:
             return None
         loadable = request.num_tokens // request.hash_block_size * request.hash_block_size
         return min(matched, loadable - local_tokens)
+
+    @property
+    def _in_place(self) -> bool:
+        """Whether every token of a table has a block, so that any of them can be computed."""
+        return len(self.kv.groups) == 1 and self.kv.groups[0].sees_all
+
+    def _brought_tokens(self, sequence: Sequence, result: LoadResult) -> int:
+        if result.loaded_blocks == len(result.sources):
+            return sequence.load_tokens
+        return result.loaded_blocks * sequence.request.hash_block_size if self._in_place else 0
+
+    def _start_again(self, sequence: Sequence) -> None:
+        """Compute all that the device has not, without asking again for what failed just now."""
+        self.kv.free(sequence.request)
+        sequence.loads = False
+        self.waiting.appendleft(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take all blocks from a running sequence and put it at the head of the queue."""

@@ -55,6 +55,8 @@ class Sequence:
     first_token: float | None = None
     first_logits: torch.Tensor | None = None
     load_start_tokens: int = 0  # tokens in front of the load under way
+    load_tokens: int = 0  # that it stands for: more than its blocks hold where a window hides some
+    loads: bool = True  # asks the tiers behind the device
     device_tokens: int = 0
     loaded: dict[str, int] = field(default_factory=dict)
     misses: dict[str, int] = field(default_factory=dict)
@@ -81,14 +83,19 @@ class Sequence:
             self.first_admitted = time.monotonic()
             self.device_tokens = local_tokens
 
-    def load_ended(self, result: LoadResult) -> None:
-        """Count a load's blocks by source; loads after a preemption do not count."""
+    def load_ended(self, result: LoadResult, tokens: int) -> None:
+        """Count the `tokens` that a load brought by source; loads after a preemption do not count.
+
+        Every loaded block stands for an equal part of them.
+        """
         if self.request.num_preemptions:
             return
+        done = 0
         for position, source in enumerate(result.sources):
-            if position < result.loaded_blocks:
-                tokens = self.request.hash_block_size
-                self.loaded[source] = self.loaded.get(source, 0) + tokens
+            if tokens and position < result.loaded_blocks:
+                upto = tokens * (position + 1) // result.loaded_blocks
+                self.loaded[source] = self.loaded.get(source, 0) + upto - done
+                done = upto
             elif source not in ("memory", "disk"):
                 self.misses[source] = self.misses.get(source, 0) + 1
 

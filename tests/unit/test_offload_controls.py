@@ -174,7 +174,7 @@ def test_p22_a_store_waits_for_the_step_that_computes_its_block(
         def poison_first(parts: list[object]) -> torch.Tensor:
             for part in parts:
                 first = part.position // 16  # type: ignore[attr-defined]
-                fresh = part.block_ids[first + (part.position % 16 > 0) :]  # type: ignore[attr-defined]
+                fresh = part.block_tables[0][first + (part.position % 16 > 0) :]  # type: ignore[attr-defined]
                 written.update(fresh)
                 for cache in rig.engine.runner.kv_caches:
                     cache[:, fresh] = 1e30

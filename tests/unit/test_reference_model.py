@@ -52,9 +52,9 @@ def forward(
         where = torch.arange(position, position + len(new))
         places.append(where)
         slots.append(table[where // BLOCK] * BLOCK + where % BLOCK)
-        ranges.append(SequenceRange(len(tokens), len(new), position + len(new), table))
+        ranges.append(SequenceRange(len(tokens), len(new), position + len(new), (table,)))
         tokens += new
-    batch = Batch(torch.tensor(tokens), torch.cat(places), torch.cat(slots), tuple(ranges))
+    batch = Batch(torch.tensor(tokens), torch.cat(places), (torch.cat(slots),), tuple(ranges))
     return model.forward(batch, cache)
 
 
