@@ -5,19 +5,24 @@ findable by name until they are handed out again; `KVCacheManager` gives them to
 follows vLLM 0.32. No tensor, no I/O and no clock in here.
 """
 
+from ebbtide.allocator.algorithms import (
+    DEFAULT_ALGORITHM,
+    HashAlgorithm,
+    hash_algorithm,
+    register_algorithm,
+)
 from ebbtide.allocator.block import Block, FreeBlockQueue
-from ebbtide.allocator.cbor import check_encoder
+from ebbtide.allocator.encoder_check import check_encoder
 from ebbtide.allocator.extra_keys import (
     LoraAdapter,
     MultiModalItem,
     block_extra_keys,
+    check_cache_salt,
     embeds_token_ids,
 )
+from ebbtide.allocator.group_hashes import group_hashes
 from ebbtide.allocator.hashing import (
-    DEFAULT_ALGORITHM,
-    HashAlgorithm,
     event_hash,
-    hash_algorithm,
     hash_blocks,
     none_hash,
     pack_key,
@@ -42,13 +47,16 @@ __all__ = [
     "PrefixCacheStats",
     "Request",
     "block_extra_keys",
+    "check_cache_salt",
     "check_encoder",
     "embeds_token_ids",
     "event_hash",
+    "group_hashes",
     "hash_algorithm",
     "hash_blocks",
     "none_hash",
     "pack_key",
+    "register_algorithm",
     "root_seed",
     "unpack_key",
 ]
