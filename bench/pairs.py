@@ -100,11 +100,12 @@ def ratios(
 def verdict_of(interval: Interval, pairs: int, *, valid: bool) -> str:
     """INVALID when the measurement exercised nothing or was wrong, UNRESOLVED when it is too vague.
 
-    Too vague: fewer than 11 pairs, or an interval that is wider than 0.05 to either side.
+    Too vague: fewer than 11 pairs, or an interval that is wider than 0.05 to either side; of a
+    median above 1, than a twentieth of it.
     """
     if not valid:
         return INVALID
-    narrow = (interval.high - interval.low) / 2 <= HALF_WIDTH_MAX
+    narrow = (interval.high - interval.low) / 2 <= HALF_WIDTH_MAX * max(1.0, interval.median)
     return RESOLVED if narrow and pairs >= PAIRS_MIN else UNRESOLVED
 
 

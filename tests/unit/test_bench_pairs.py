@@ -77,6 +77,8 @@ def test_a_ratio_is_one_at_the_ceiling_and_smaller_below_it() -> None:
         (0.70, 0.70, 10, True, UNRESOLVED),
         (0.70, 0.70, 11, False, INVALID),
         (0.10, 0.90, 2, False, INVALID),
+        (3.81, 4.19, 11, True, RESOLVED),  # a twentieth of what it is
+        (3.79, 4.21, 11, True, UNRESOLVED),
     ],
 )
 def test_the_verdict(low: float, high: float, pairs: int, valid: bool, verdict: str) -> None:
