@@ -6,18 +6,26 @@ run it with the Python of an environment that has vLLM. Without vLLM the values 
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from ebbtide.bench.allocator_load import UNITS, Sample, Sizes, measure, quiet_collector
+from ebbtide.bench.allocator_load import (
+    PARTS,
+    UNITS,
+    WARM_UP,
+    Sample,
+    Sizes,
+    measure,
+    quiet_collector,
+)
 from ebbtide.bench.allocator_ours import Ebbtide
 from ebbtide.bench.allocator_vllm import Vllm
 from ebbtide.bench.pairs import INVALID, PAIRS_MIN, UNRESOLVED, Case, measured_case, rotated
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Iterable, Mapping, Sequence
 
     from ebbtide.bench.allocator_load import Contestant
@@ -28,9 +36,19 @@ FEW, MANY = "pool_allocate_free_10k", "pool_allocate_free_1m"
 WITHOUT_PEER = ("ceiling", "ratio", "ratio_low", "ratio_high")
 
 
+def _parts(text: str) -> tuple[str, ...]:
+    parts = tuple(text.split(","))
+    if not set(parts) <= PARTS.keys() or len(set(parts)) < len(parts):
+        raise argparse.ArgumentTypeError(f"{text!r}: some of {','.join(PARTS)}")
+    return parts
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The case's options."""
     parser.add_argument("--quick", action="store_true", help="3 pairs: a look, not a result")
+    parser.add_argument(
+        "--cases", type=_parts, default=tuple(PARTS), help=f"default {','.join(PARTS)}"
+    )
     parser.add_argument("--no-peers", action="store_true", help="ebbtide alone")
 
 
@@ -39,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     pairs = args.pairs or (QUICK_PAIRS if args.quick else PAIRS_MIN)
     ours: Contestant = Ebbtide()
     contestants = [ours, *([] if args.no_peers else _peers())]
-    rounds = measure_rounds(contestants, Sizes(), pairs)
+    rounds = measure_rounds(contestants, Sizes(), pairs, args.cases)
     peers = [contestant.name for contestant in contestants[1:]]
     valid = True
     for case, has_peer in cases(rounds, ours.name, peers[0] if peers else None):
@@ -59,15 +77,17 @@ def _peers() -> list[Contestant]:
 
 
 def measure_rounds(
-    contestants: Sequence[Contestant], sizes: Sizes, pairs: int
+    contestants: Sequence[Contestant], sizes: Sizes, pairs: int, parts: Sequence[str]
 ) -> dict[str, list[dict[str, Sample]]]:
     """What each contestant did in each round, by its name."""
     rounds: dict[str, list[dict[str, Sample]]] = {each.name: [] for each in contestants}
     with quiet_collector():
+        for contestant in contestants:
+            measure(contestant, WARM_UP, 0, parts)
         for number in range(pairs):
             _say(f"{number + 1} of {pairs}")
             for contestant in rotated(contestants, number):
-                rounds[contestant.name].append(measure(contestant, sizes, 3 * number))
+                rounds[contestant.name].append(measure(contestant, sizes, 3 * number, parts))
     return rounds
 
 
@@ -77,13 +97,14 @@ def cases(
     """The lines, and whether each has something to be compared with."""
     mine = rounds[ours]
     other = mine if peer is None else rounds[peer]
-    for name in UNITS:
+    for name in mine[0]:
         case = _case(name, ours, [r[name] for r in mine], [r[name] for r in other])
         if peer is None and case.verdict != INVALID:
             case = replace(case, verdict=UNRESOLVED)
         yield case, peer is not None
-    # Within one round, how much dearer a block of a large pool is.
-    yield _case(f"{MANY}.against_10k", ours, [r[MANY] for r in mine], [r[FEW] for r in mine]), True
+    if MANY in mine[0]:  # within one round, how much dearer a block of a large pool is
+        few = [r[FEW] for r in mine]
+        yield _case(f"{MANY}.against_10k", ours, [r[MANY] for r in mine], few), True
 
 
 def _case(case: str, design: str, mine: Sequence[Sample], other: Sequence[Sample]) -> Case:

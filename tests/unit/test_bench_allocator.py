@@ -13,6 +13,7 @@ from ebbtide.allocator import hash_blocks
 from ebbtide.bench import allocator_bench
 from ebbtide.bench.allocator_load import (
     BLOCK_SIZE,
+    PARTS,
     UNITS,
     Pool,
     Sample,
@@ -65,7 +66,7 @@ def lines(text: str) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.usefixtures("small")
 def test_without_a_peer_the_values_stand_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert allocator_bench.run(options("--json", "--pairs", "11", "--no-peers")) == 0
+    assert allocator_bench.run(options("--json", "--pairs", "2", "--no-peers")) == 0
     found = lines(capsys.readouterr().out)
     grown = found.pop("pool_allocate_free_1m.against_10k")
     assert grown["ratio"] == pytest.approx(grown["ceiling"] / grown["value"], rel=0.5)
@@ -165,11 +166,34 @@ class WrongPool(Peer):
 )
 def test_wrong_answers_make_a_line_invalid(peer: type[Peer], wrong: set[str]) -> None:
     ours = Ebbtide()
-    rounds = allocator_bench.measure_rounds([ours, peer()], SMALL, 1)
-    found = {
-        case.case: case.verdict for case, _ in allocator_bench.cases(rounds, ours.name, "peer")
-    }
+    rounds = allocator_bench.measure_rounds([ours, peer()], SMALL, 1, tuple(PARTS))
+    cases = allocator_bench.cases(rounds, ours.name, "peer")
+    found = {case.case: case.verdict for case, _ in cases}
     assert {case for case, verdict in found.items() if verdict == INVALID} == wrong
+
+
+@pytest.mark.usefixtures("small")
+def test_cases_are_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert allocator_bench.run(options("--json", "--pairs", "1", "--cases", "hash")) == 0
+    assert lines(capsys.readouterr().out).keys() == {"hash_list", "hash_int64"}
+    for wrong in ("", "hashes", "hash,hash"):
+        with pytest.raises(SystemExit):
+            options("--cases", wrong)
+
+
+class Fickle(Ebbtide):
+    """Answers otherwise every other time."""
+
+    asked = 0
+
+    def hasher(self, tokens: Any) -> Callable[[], list[bytes]]:
+        self.asked += 1
+        return super().hasher([self.asked % 4 // 2, *range(1, len(tokens))])
+
+
+def test_an_answer_that_changes_within_a_round_is_wrong() -> None:
+    assert not measure(Fickle(), SMALL, 0, ["hash"])["hash_list"].is_right
+    assert measure(Ebbtide(), SMALL, 0, ["hash"])["hash_list"].is_right
 
 
 def test_a_wrong_line_is_an_exit_code_of_one(
@@ -187,7 +211,7 @@ def test_a_time_is_compared_upside_down() -> None:
 
 
 def test_each_case_is_measured_by_itself() -> None:
-    found = measure(Ebbtide(), SMALL, 0)
+    found = measure(Ebbtide(), SMALL, 0, tuple(PARTS))
     assert found.keys() == UNITS.keys()
     assert all(sample.is_right for sample in found.values())
     assert 50 < found["block_bytes"].value < 2000
