@@ -20,7 +20,7 @@
 #define NAME_BYTES 32
 #define SHA_BLOCK 64
 
-/* ------------------------------------------------------------------------------ SHA-256 (FIPS 180-4) */
+/* ------------------------------------------------------------------------ SHA-256 (FIPS 180-4) */
 
 static const uint32_t K[64] = {
     0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
@@ -89,8 +89,8 @@ static void compress_portable(uint32_t state[8], const uint8_t *data, size_t blo
 
 #ifdef HAVE_SHA_NI
 /* The instructions keep the state as the words ABEF and CDGH, highest first. */
-__attribute__((target("sha,sse4.1"))) static void compress_ni(uint32_t state[8], const uint8_t *data,
-                                                              size_t blocks) {
+__attribute__((target("sha,sse4.1"))) static void
+compress_ni(uint32_t state[8], const uint8_t *data, size_t blocks) {
     const __m128i big_endian = _mm_set_epi64x(0x0c0d0e0f08090a0bLL, 0x0405060700010203LL);
     __m128i cdab = _mm_shuffle_epi32(_mm_loadu_si128((const __m128i *)state), 0xB1);
     __m128i efgh = _mm_shuffle_epi32(_mm_loadu_si128((const __m128i *)(state + 4)), 0x1B);
@@ -144,7 +144,7 @@ static void digest(compress_fn compress, uint8_t *data, size_t length, uint8_t n
         put(name + 4 * i, state[i], 4);
 }
 
-/* ------------------------------------------------------------------------------ CBOR (RFC 8949) */
+/* ------------------------------------------------------------------------ CBOR (RFC 8949) */
 
 /* The shortest head of major type `major` (already shifted). May write 9 bytes. */
 static inline uint8_t *put_head(uint8_t *at, uint8_t major, uint64_t value) {
@@ -167,7 +167,7 @@ static inline uint8_t *put_int(uint8_t *at, int64_t value) {
     return value < 0 ? put_head(at, 1 << 5, ~(uint64_t)value) : put_head(at, 0, (uint64_t)value);
 }
 
-/* ------------------------------------------------------------------------------ the chain */
+/* ------------------------------------------------------------------------ the chain */
 
 enum source { LIST, TUPLE, ARRAY };
 
@@ -179,7 +179,7 @@ struct tokens {
     Py_ssize_t length;
 };
 
-/* 1 and the value; 0 for what is no int or is wider, which is left to Python to judge; -1 on error. */
+/* 1 and the value; 0 for what is no int or is wider, for Python to judge; -1 on error. */
 static inline int token_at(const struct tokens *tokens, Py_ssize_t at, int64_t *value) {
     if (tokens->source == ARRAY) {
         *value = tokens->values[at];
@@ -227,7 +227,7 @@ static int hash_run(const struct tokens *tokens, Py_ssize_t block_size, Py_ssize
     return 1;
 }
 
-/* The longest suffix, or -1 with an error for what is neither bytes nor a list of `blocks` bytes. */
+/* The longest suffix, or -1 with an error for what is neither bytes nor one bytes a block. */
 static Py_ssize_t longest_suffix(PyObject *suffixes, Py_ssize_t blocks) {
     Py_ssize_t longest = 0;
     if (PyBytes_Check(suffixes))
@@ -321,7 +321,12 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL}};
 
 static struct PyModuleDef module = {
-    PyModuleDef_HEAD_INIT, "_block_hash", "The compiled hasher.", -1, methods, NULL, NULL, NULL, NULL};
+    .m_base = PyModuleDef_HEAD_INIT,
+    .m_name = "_block_hash",
+    .m_doc = "The compiled hasher.",
+    .m_size = -1,
+    .m_methods = methods,
+};
 
 PyMODINIT_FUNC PyInit__block_hash(void) {
 #ifdef HAVE_SHA_NI

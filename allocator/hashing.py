@@ -105,7 +105,7 @@ def hash_blocks(
     Raises ConfigError for an unknown algorithm or, at the first call, an encoder that fails its
     self-test; MisuseError for anything else that is wrong. No error shows the salt.
     O(new tokens). For a long prompt with the default algorithm about 0.3 us per block of 16 where
-    the compiled hasher is there, else 1.3 us.
+    the compiled hasher is there, else 1.8 us from a list and 1.3 us from an array.
     """
     chosen = _checked(algorithm)
     if type(block_size) is not int or block_size < 1:

@@ -32,7 +32,7 @@ ALGORITHMS = ("sha256_cbor", "sha256", "xxhash_cbor", "xxhash")
 EDGES = (0, 1, 23, 24, 255, 256, 65535, 65536, 2**31 - 1)
 WIDER_EDGES = (2**31, 2**32 - 1, 2**32, 2**63 - 1)
 TOKENS = st.one_of(st.sampled_from(EDGES), st.integers(0, 152_000))
-WIDE_TOKENS = st.one_of(TOKENS, st.sampled_from(WIDER_EDGES))
+WIDE_TOKENS = st.one_of(TOKENS, st.sampled_from(WIDER_EDGES), st.integers(0, 2**63 - 1))
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 
 
@@ -100,7 +100,8 @@ def test_heads_take_the_shortest_form(major: int, length: int) -> None:
 @st.composite
 def prompts(draw: st.DrawFn) -> tuple[list[int], int]:
     """Token ids and a block size, from no block at all to more than the fast path begins at."""
-    block_size = draw(st.one_of(st.integers(1, 9), st.sampled_from((16, 23, 24, 255, 256))))
+    edges = st.sampled_from((16, 23, 24, 255, 256))
+    block_size = draw(st.one_of(st.integers(1, 9), edges, st.integers(1, 300)))
     length = draw(st.integers(0, (hashing._FAST_PATH_BLOCKS + 3) * block_size))
     few = draw(st.lists(draw(st.sampled_from((TOKENS, WIDE_TOKENS))), min_size=1, max_size=50))
     return (few * (length // len(few) + 1))[:length], block_size
@@ -234,6 +235,11 @@ def test_negative_and_huge_ids_are_hashed_as_vllm_does(tokens: list[int]) -> Non
     expected = chain_by_hand(tokens * 20, 4, none_hash())
     assert hash_blocks(tokens * 20, 4) == expected
     assert hash_blocks(np.array(tokens * 20), 4) == expected
+
+
+def test_arrays_above_the_signed_range_are_hashed_by_their_values() -> None:
+    tokens = [2**63, 2**64 - 1, 3, 4] * 20
+    assert hash_blocks(np.array(tokens, np.uint64), 4) == chain_by_hand(tokens, 4, none_hash())
 
 
 # ------------------------------------------------------------------------------ chains
