@@ -70,7 +70,8 @@ def none_hash(algorithm: str = DEFAULT_ALGORITHM, seed: str | None = None) -> by
     """The root: the parent of every first block. `seed` None means `root_seed(algorithm)`.
 
     Two parties share blocks only when their roots are equal. Raises ConfigError for an unknown
-    algorithm or an encoder that fails its self-test, and MisuseError for a seed that is not text.
+    algorithm, an encoder that fails its self-test or a wrong EBBTIDE_PURE, and MisuseError for a
+    seed that is not text. Call it at start: what cannot work shows here.
     """
     if seed is None:
         seed = root_seed(algorithm)
@@ -152,10 +153,11 @@ def hash_blocks(
 
 
 def _checked(algorithm: str) -> HashAlgorithm:
-    """The algorithm of that name; the first use of CBOR in a process tests the encoder."""
+    """The algorithm of that name; the first use of CBOR in a process tests what encodes it."""
     chosen = hash_algorithm(algorithm)
     if chosen.is_cbor:
         check_encoder_once()
+        native.hasher()
     return chosen
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbtide.allocator import cbor, hash_blocks, native
+from ebbtide.allocator import cbor, hash_blocks, native, none_hash
 from ebbtide.config import load_config
 from ebbtide.errors import ConfigError
 
@@ -87,8 +87,9 @@ def test_other_values_of_the_variable_are_refused(
     monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     monkeypatch.setenv(native.PURE_VARIABLE, text)
-    with pytest.raises(ConfigError, match="EBBTIDE_PURE is 0 or 1"):
-        hash_blocks(range(4), 4)
+    for call in (none_hash, lambda: hash_blocks(range(4), 4, root=bytes(32))):
+        with pytest.raises(ConfigError, match="EBBTIDE_PURE is 0 or 1"):
+            call()
 
 
 def test_the_variable_is_no_unknown_setting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,9 +128,8 @@ class OtherServing(EbbtideServing):
     def table(self, request: Any) -> list[int]:
         return super().table(request)[::-1]
 
-    def lookup(self, request: Any) -> Any:
-        blocks, tokens = super().lookup(request)
-        return type(super().lookup(request))(blocks[:-1], max(tokens - BLOCK_SIZE, 0))
+    def hit_tokens(self, computed: Any) -> int:
+        return max(super().hit_tokens(computed) - BLOCK_SIZE, 0)
 
     def num_free(self) -> int:
         return super().num_free() - 1
@@ -208,6 +207,20 @@ def test_a_time_is_compared_upside_down() -> None:
     mine, other = [Sample(2.0, True)] * 11, [Sample(6.0, True)] * 11
     case = allocator_bench._case("hash_list", "ebbtide", mine, other)
     assert (case.ratio, case.verdict) == (3.0, RESOLVED)
+
+
+def test_what_is_compared_with_what() -> None:
+    steady = {name: Sample(2.0, True) for name in UNITS}
+    steady[allocator_bench.FEW] = Sample(1.5, True)
+    rounds = {"ebbtide": [steady] * 11, "peer": [{name: Sample(8.0, True) for name in UNITS}] * 11}
+    for peer, verdict in (("peer", RESOLVED), (None, UNRESOLVED)):
+        cases = allocator_bench.cases(rounds, "ebbtide", peer)
+        found = {case.case: (case, has_peer) for case, has_peer in cases}
+        grown, _ = found.pop("pool_allocate_free_1m.against_10k")
+        assert (grown.value, grown.ceiling, grown.ratio, grown.verdict) == (2, 1.5, 0.75, RESOLVED)
+        assert {(case.verdict, has) for case, has in found.values()} == {(verdict, peer == "peer")}
+        case, _ = found["allocate"]
+        assert (case.value, case.ceiling) == (2.0, 8.0 if peer else 2.0)
 
 
 def test_each_case_is_measured_by_itself() -> None:
