@@ -5,6 +5,7 @@ import hashlib
 import logging
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,9 +142,11 @@ def test_blocks_are_named_under_any_text_as_vllms_engine_does() -> None:
 
 def failures() -> Iterator[Callable[[], object]]:
     """Calls that fail while they have the salt at hand."""
-    tokens, salted = list(range(8)), {"cache_salt": SECRET}
+    tokens = list(range(8))
+    salted: dict[str, Any] = {"cache_salt": SECRET}
     wrong: Any = [True] * 8
-    lora: Any = LoraAdapter("name", 7)
+    number: Any = 7
+    lora = LoraAdapter("name", number)
     for arguments in (
         {"token_ids": wrong, "block_size": 4, **salted},
         {"token_ids": tokens, "block_size": 0, **salted},
@@ -156,9 +159,9 @@ def failures() -> Iterator[Callable[[], object]]:
         {"token_ids": tokens * 20, "block_size": 4, "cache_salt": SECRET + "\ud800"},
         {"token_ids": tokens, "block_size": 4, "cache_salt": [SECRET]},
     ):
-        yield lambda arguments=arguments: hash_blocks(**arguments)
+        yield partial(hash_blocks, **arguments)
     for salt in (SECRET + "@", SECRET * 20, SECRET + "\udfff", SECRET.encode()):
-        yield lambda salt=salt: check_cache_salt(salt)
+        yield partial(check_cache_salt, salt)
     yield lambda: Request("r", tokens, block_size=4, cache_salt=SECRET + "\ud800")
     yield lambda: Request("r", tokens, block_size=4, cache_salt=SECRET).append_output(wrong)
 
@@ -190,32 +193,31 @@ def test_nothing_that_holds_a_salt_shows_it() -> None:
     assert "hunter2" not in repr(request) + str(request) + f"{request}"
 
 
-def shown_salts(text: str) -> list[int]:
-    """The lines that put a name with "salt" in it into a log line, an error or a text.
+def shows(node: ast.expr) -> bool:
+    """Whether this is a log line, an error, or a text made of values."""
+    if isinstance(node, ast.JoinedStr):
+        return True
+    if not isinstance(node, ast.Call):
+        return False
+    called = ast.unparse(node.func)
+    return "logger" in called or called.endswith("Error") or called in ("print", "repr", "str")
 
-    Its type, its length and a constant in capitals are not the salt.
-    """
-    found = []
-    for node in ast.walk(ast.parse(text)):
-        is_call = isinstance(node, ast.Call) and (
-            (isinstance(node.func, ast.Attribute) and "logger" in ast.unparse(node.func))
-            or (isinstance(node.func, ast.Name) and node.func.id.endswith("Error"))
-            or (isinstance(node.func, ast.Name) and node.func.id in ("print", "repr", "str"))
-        )
-        if is_call or isinstance(node, ast.JoinedStr):
-            names = {id(inner): inner for inner in ast.walk(node)}
-            for inner in list(names.values()):
-                harmless = isinstance(inner, ast.Call) and ast.unparse(inner.func) in (
-                    "type",
-                    "len",
-                )
-                for below in ast.walk(inner) if harmless else ():
-                    names.pop(id(below), None)
-            for inner in names.values():
-                name = getattr(inner, "id", None) or getattr(inner, "attr", "")
-                if "salt" in name:
-                    found.append(node.lineno)
-    return found
+
+def names_in(node: ast.AST) -> Iterator[str]:
+    """All names in it, but those of which it takes the type or the length alone."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in ("type", "len"):
+        return
+    if isinstance(node, ast.Name | ast.Attribute):
+        yield node.id if isinstance(node, ast.Name) else node.attr
+    for inner in ast.iter_child_nodes(node):
+        yield from names_in(inner)
+
+
+def shown_salts(text: str) -> list[int]:
+    """The lines that show a name with "salt" in it. A constant in capitals is not the salt."""
+    found = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.expr)]
+    shown = [node for node in found if shows(node)]
+    return [node.lineno for node in shown if any("salt" in name for name in names_in(node))]
 
 
 def test_no_line_of_the_allocator_shows_a_salt() -> None:
