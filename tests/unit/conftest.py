@@ -28,8 +28,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 def compiled_hasher(tmp_path_factory: pytest.TempPathFactory) -> native.Hasher:
     """`block_hash.c` as it is now, built by setup.py; an installed one may be older."""
     compiler = (sysconfig.get_config_var("CC") or "cc").split()[0]
-    if shutil.which(compiler) is None:
-        pytest.skip(f"no C compiler ({compiler}): the compiled hasher is not tested here")
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if shutil.which(compiler) is None or not header.is_file():
+        pytest.skip(f"no {compiler} or no {header}: the compiled hasher is not tested here")
     built = tmp_path_factory.mktemp("compiled")
     command = [sys.executable, "setup.py", "-q", "build_ext"]
     command += ["--build-lib", str(built), "--build-temp", str(built / "objects")]
