@@ -81,6 +81,15 @@ def none_hash(algorithm: str = DEFAULT_ALGORITHM, seed: str | None = None) -> by
     return chosen.new(chosen.serialise(seed)).digest()
 
 
+def _checked(algorithm: str) -> HashAlgorithm:
+    """The algorithm of that name; the first use of CBOR in a process tests what encodes it."""
+    chosen = hash_algorithm(algorithm)
+    if chosen.is_cbor:
+        check_encoder_once()
+        native.hasher()
+    return chosen
+
+
 def hash_blocks(
     token_ids: Sequence[int] | NDArray[Any],
     block_size: int,
@@ -136,6 +145,17 @@ def hash_blocks(
         if names is not None:
             return names
     new_ids = token_ids[first * block_size : end * block_size]
+    return _hash_pure(chosen, parent, new_ids, block_size, extra_keys)
+
+
+def _hash_pure(
+    chosen: HashAlgorithm,
+    parent: bytes,
+    new_ids: Sequence[int] | NDArray[Any],
+    block_size: int,
+    extra_keys: Sequence[ExtraKeys | None] | None,
+) -> list[bytes]:
+    """The chain by numpy and hashlib, or block by block where that cannot be."""
     extras = iter(repeat(None) if extra_keys is None else extra_keys)
     chain: list[bytes] = []
     step = _RUN_BLOCKS * block_size
@@ -150,15 +170,6 @@ def hash_blocks(
             chain += _hash_words(chosen, parent, words, block_size, extras)
         parent = chain[-1]
     return chain
-
-
-def _checked(algorithm: str) -> HashAlgorithm:
-    """The algorithm of that name; the first use of CBOR in a process tests what encodes it."""
-    chosen = hash_algorithm(algorithm)
-    if chosen.is_cbor:
-        check_encoder_once()
-        native.hasher()
-    return chosen
 
 
 def _hash_compiled(
