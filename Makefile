@@ -23,7 +23,7 @@ help:
 
 dev: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt setup.py allocator/block_hash.c
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo 'make: $(PYTHON) is older than 3.11. Name a newer one: make dev PYTHON=python3.12' >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 # torch comes first and with its dependencies, so that any build of it works; then the list and nothing else.
-$(VLLM_STAMP): pyproject.toml constraints-vllm.txt
+$(VLLM_STAMP): pyproject.toml constraints-vllm.txt setup.py allocator/block_hash.c
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo 'make: $(PYTHON) is older than 3.11. Name a newer one: make test-engine PYTHON=python3.11' >&2; exit 1; }
 	$(PYTHON) -m venv .venv-vllm

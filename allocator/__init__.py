@@ -5,16 +5,24 @@ findable by name until they are handed out again; `KVCacheManager` gives them to
 follows vLLM 0.32. No tensor, no I/O and no clock in here.
 """
 
+from ebbtide.allocator.algorithms import (
+    DEFAULT_ALGORITHM,
+    HashAlgorithm,
+    hash_algorithm,
+    register_algorithm,
+)
 from ebbtide.allocator.block import Block, FreeBlockQueue
-from ebbtide.allocator.cbor import check_encoder
 from ebbtide.allocator.coordinator import ComputedBlocks
+from ebbtide.allocator.encoder_check import check_encoder
 from ebbtide.allocator.eviction_policy import EvictionPolicy, register_eviction_policy
 from ebbtide.allocator.extra_keys import (
     LoraAdapter,
     MultiModalItem,
     block_extra_keys,
+    check_cache_salt,
     embeds_token_ids,
 )
+from ebbtide.allocator.group_hashes import group_hashes
 from ebbtide.allocator.group_spec import (
     ChunkedLocal,
     FullAttention,
@@ -23,10 +31,7 @@ from ebbtide.allocator.group_spec import (
     group_spec,
 )
 from ebbtide.allocator.hashing import (
-    DEFAULT_ALGORITHM,
-    HashAlgorithm,
     event_hash,
-    hash_algorithm,
     hash_blocks,
     none_hash,
     pack_key,
@@ -56,14 +61,17 @@ __all__ = [
     "Request",
     "SlidingWindow",
     "block_extra_keys",
+    "check_cache_salt",
     "check_encoder",
     "embeds_token_ids",
     "event_hash",
+    "group_hashes",
     "group_spec",
     "hash_algorithm",
     "hash_blocks",
     "none_hash",
     "pack_key",
+    "register_algorithm",
     "register_eviction_policy",
     "root_seed",
     "unpack_key",

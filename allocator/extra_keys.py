@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+SALT_CHARACTERS_MAX = 128
+_SALT_REFUSED = frozenset("@/\\\0")
+
 ExtraKeys = tuple[tuple[str | int | bytes, ...], ...]
 
 
@@ -75,6 +78,34 @@ def block_extra_keys(
             rows = prompt_embeds[block * block_size : (block + 1) * block_size]
             part.append(("prompt_embeds", hashlib.sha256(rows.tobytes()).digest()))
     return [tuple(part) or None for part in parts]
+
+
+def check_cache_salt(text: object) -> str:
+    """The salt, if a request may have it; a salt is optional, and None is for the caller to skip.
+
+    1 to 128 characters, none of `@`, `/`, `\\` and NUL, as the front end of vLLM 0.32 has it; no
+    lone surrogate either, which nothing could encode. The check belongs where a request comes in
+    from outside: an engine's front end calls it once for each request that brings a salt.
+    `hash_blocks` does not, as vLLM's engine does not: it names the blocks of any text.
+
+    Raises MisuseError for anything else. The error tells the length and never shows the salt: who
+    knows a salt can ask for the blocks of those who use it. O(length).
+    """
+    if type(text) is not str:
+        raise MisuseError("a cache salt is text", type=type(text).__name__)
+    if not 1 <= len(text) <= SALT_CHARACTERS_MAX:
+        raise MisuseError(
+            f"a cache salt has 1 to {SALT_CHARACTERS_MAX} characters",
+            next_step="Leave the salt out, or send a digest of it",
+            characters=len(text),
+        )
+    if not _SALT_REFUSED.isdisjoint(text) or any("\ud800" <= char <= "\udfff" for char in text):
+        raise MisuseError(
+            "a cache salt has none of @ / \\ NUL and no lone surrogate",
+            next_step="Send it as hex or URL-safe base64",
+            characters=len(text),
+        )
+    return text
 
 
 def embeds_token_ids(

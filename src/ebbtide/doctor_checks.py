@@ -15,7 +15,8 @@ from enum import StrEnum
 from importlib import metadata
 from typing import TYPE_CHECKING, NamedTuple
 
-from ebbtide.allocator.hashing import SEED_VARIABLE, hash_algorithm
+from ebbtide.allocator.algorithms import hash_algorithm
+from ebbtide.allocator.hashing import SEED_VARIABLE
 from ebbtide.config import check_memory_fits
 from ebbtide.config_schema import (
     VLLM_BELOW,
@@ -194,7 +195,7 @@ def check_hash_algorithm(name: str | None, seed: str | None, *, lasting: bool) -
             "after a restart",
             f"{advice}, or set {SEED_VARIABLE} to the same text everywhere",
         )
-    if not name.endswith("_cbor"):
+    if not algorithm.is_cbor:
         return warning(
             check,
             f"{name} hashes pickles: blocks are shared only within Python "

@@ -25,6 +25,8 @@ from ebbtide.allocator import (
     unpack_key,
 )
 
+pytestmark = pytest.mark.usefixtures("both_paths")
+
 COMMITTED = Path(__file__).parent.parent / "data" / "golden_hashes.json"
 
 

@@ -1,4 +1,4 @@
-"""The packed form of a block's key and the 64-bit form of its hash."""
+"""The packed form of a block's key, the 64-bit form of its hash, the names of longer blocks."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbtide.allocator import event_hash, pack_key, unpack_key
+from ebbtide.allocator import event_hash, group_hashes, hash_blocks, pack_key, unpack_key
 from ebbtide.errors import MisuseError
 
 
@@ -44,3 +44,36 @@ def test_p04_packing_never_pads_or_cuts(width: int, group: int, random: Any) -> 
 def test_groups_that_do_not_fit_are_rejected(group: Any) -> None:
     with pytest.raises(MisuseError, match="KV group"):
         pack_key(bytes(32), group)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(1, 7), st.integers(0, 40), st.slices(8))
+def test_a_longer_block_has_the_last_of_its_hash_blocks_names(
+    ratio: int, count: int, cut: slice
+) -> None:
+    fine = hash_blocks(range(2 * count), 2)
+    view = group_hashes(fine, ratio)
+    expected = [fine[(j + 1) * ratio - 1] for j in range(count // ratio)]
+    assert list(view) == expected
+    assert [view[j] for j in range(len(view))] == expected
+    assert [view[-1 - j] for j in range(len(view))] == expected[::-1]
+    assert list(view[cut]) == expected[cut]
+    assert list(reversed(view)) == expected[::-1]
+    for outside in (len(view), -1 - len(view)):
+        with pytest.raises(IndexError):
+            view[outside]
+
+
+def test_the_names_of_longer_blocks_are_a_view() -> None:
+    fine = hash_blocks(range(14), 2)
+    view = group_hashes(fine, 4)
+    assert len(view) == 1
+    fine += hash_blocks(range(16), 2, known=fine)
+    assert list(view) == [fine[3], fine[7]]
+    assert group_hashes(fine, 1) is fine
+
+
+@pytest.mark.parametrize("ratio", [0, -1, True, 2.0])
+def test_a_longer_block_is_whole_hash_blocks(ratio: Any) -> None:
+    with pytest.raises(MisuseError, match="whole number of hash blocks"):
+        group_hashes([bytes(32)], ratio)

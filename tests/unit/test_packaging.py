@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from email.parser import Parser
 from pathlib import Path
@@ -25,7 +26,7 @@ ROOMS = ("allocator", "bench", "connectors", "kernels", "tiers")
 # The supervisors: the only places where any fault at all becomes a miss and a counter.
 BROAD_HANDLERS_ALLOWED = {"tiers/supervisor.py", "connectors/supervisor.py"}
 # vLLM's pickled hashes are digests of `pickle.dumps`. Nothing is ever unpickled.
-DUMPS_ALLOWED = {"allocator/hashing.py": {"pickle", "pickle.dumps", "pickle.HIGHEST_PROTOCOL"}}
+DUMPS_ALLOWED = {"allocator/algorithms.py": {"pickle", "pickle.dumps", "pickle.HIGHEST_PROTOCOL"}}
 CODE_CARRIERS = {
     "pickle",
     "_pickle",
@@ -39,12 +40,13 @@ CODE_CARRIERS = {
 PICKLING_CACHES = {"diskcache", "joblib", "dill", "cloudpickle", "sqlitedict", "pickledb", "klepto"}
 
 
-def run_python(code: str, cwd: Path = REPOSITORY) -> str:
+def run_python(code: str, cwd: Path = REPOSITORY, **variables: str) -> str:
     """Return what `code` prints in a fresh interpreter with a safe path."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "EBBTIDE_PURE")}
     done = subprocess.run(
         [sys.executable, "-P", "-c", code],
         cwd=cwd,
-        env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+        env=environment | variables,
         capture_output=True,
         text=True,
         timeout=100,
@@ -55,21 +57,61 @@ def run_python(code: str, cwd: Path = REPOSITORY) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a wheel of this tree, built in a copy by the build backend, without a network."""
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a copy of what packages are built from."""
     tree = tmp_path_factory.mktemp("tree")
     for name in ("src", *ROOMS):
-        ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+        ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.so")
         shutil.copytree(REPOSITORY / name, tree / name, symlinks=True, ignore=ignored)
-    for name in ("pyproject.toml", "LICENSE", "README.md"):
-        if (REPOSITORY / name).exists():
-            shutil.copy(REPOSITORY / name, tree / name)
-    built = run_python(
-        "import sys; from setuptools import build_meta; name = build_meta.build_wheel('dist');"
-        "print(); print(name)",
-        cwd=tree,
-    )
-    return tree / "dist" / built.split()[-1]
+    for name in ("pyproject.toml", "setup.py", "LICENSE", "README.md"):
+        shutil.copy(REPOSITORY / name, tree / name)
+    return tree
+
+
+def build(tree: Path, kind: str, where: str, **variables: str) -> Path:
+    """Return the `wheel` or `sdist` that the build backend makes, without a network."""
+    shutil.rmtree(tree / "build", ignore_errors=True)
+    code = f"from setuptools import build_meta as b; name = b.build_{kind}({where!r})"
+    return tree / where / run_python(f"{code}; print(); print(name)", tree, **variables).split()[-1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tree: Path) -> Path:
+    """Return a wheel of this tree."""
+    return build(tree, "wheel", "dist")
+
+
+def compiled_in(wheel: Path) -> set[str]:
+    """Return the names of compiled files in a wheel."""
+    return {name for name in names_in(wheel) if name.endswith(".so")}
+
+
+def test_a_wheel_holds_the_compiled_hasher_for_all_later_pythons(
+    wheel: Path, compiled_hasher: object
+) -> None:
+    assert compiled_in(wheel) == {"ebbtide/allocator/_block_hash.abi3.so"}
+    assert "-cp311-abi3-" in wheel.name
+
+
+def test_without_a_compiler_a_wheel_holds_everything_else(tree: Path, wheel: Path) -> None:
+    without = build(tree, "wheel", "without", CC="/nonexistent/cc")
+    assert names_in(without) == names_in(wheel) - compiled_in(wheel)
+
+
+def test_a_wheel_for_every_platform_can_be_built(tree: Path, wheel: Path) -> None:
+    pure = build(tree, "wheel", "pure", EBBTIDE_PURE="1")
+    assert pure.name.endswith("-py3-none-any.whl")
+    assert names_in(pure) == names_in(wheel) - compiled_in(wheel)
+
+
+def test_a_source_distribution_has_what_a_wheel_is_built_from(
+    tree: Path, wheel: Path, tmp_path: Path
+) -> None:
+    with tarfile.open(build(tree, "sdist", "sources")) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (unpacked,) = tmp_path.iterdir()
+    assert (unpacked / "src" / "ebbtide" / "allocator" / "block_hash.c").is_file()
+    assert names_in(build(unpacked, "wheel", "dist")) == names_in(wheel)
 
 
 def names_in(wheel: Path) -> set[str]:

@@ -1,0 +1,99 @@
+"""The compiled hasher, where it was built: SHA-256 over CBOR, the same names, several times faster.
+
+`block_hash.c` is compiled when the package is installed and a C compiler is there; without one
+everything works through numpy and hashlib. `EBBTIDE_PURE=1` leaves the compiled one out.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from ebbtide.allocator import cbor
+from ebbtide.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+logger = logging.getLogger(__name__)
+
+PURE_VARIABLE = "EBBTIDE_PURE"
+MODULE = "ebbtide.allocator._block_hash"
+
+
+class Hasher(Protocol):
+    """The compiled module. Its one function, as `block_hash.c` describes it."""
+
+    def hash_blocks(
+        self,
+        token_ids: Sequence[int] | NDArray[Any],
+        block_size: int,
+        first: int,
+        end: int,
+        parent: bytes,
+        suffixes: bytes | Sequence[bytes],
+        portable: bool = False,
+    ) -> list[bytes] | None:
+        """Names of blocks `first` .. `end - 1`; None when it cannot, which is no verdict.
+
+        `token_ids` is a list, a tuple or a contiguous array of int64. `suffixes` is the encoded
+        extra keys of all of the blocks, or one for each.
+        """
+        ...
+
+
+@functools.cache
+def hasher() -> Hasher | None:
+    """The compiled hasher, or None: not built, not wanted, or not right on this machine.
+
+    Raises ConfigError for a value of EBBTIDE_PURE other than 0 and 1. The first call takes a
+    millisecond.
+    """
+    if _is_pure():
+        return None
+    try:
+        found = cast("Hasher", import_module(MODULE))
+    except ImportError as error:
+        logger.debug("Blocks are named without the compiled hasher: %s", error)
+        return None
+    if not is_right(found):
+        logger.warning(
+            "The compiled hasher names blocks wrongly on this machine and is not used. "
+            "Set %s=1 to leave it out.",
+            PURE_VARIABLE,
+        )
+        return None
+    return found
+
+
+def is_right(found: Hasher) -> bool:
+    """Whether both of its SHA-256 agree with hashlib on tokens of all widths and block sizes."""
+    tokens = [(i * i * 977) % 2**62 >> (i % 8 * 8) for i in range(4096)]
+    for block_size in (1, 5, 16, 23, 24, 256, 2048):
+        for suffix in (cbor.NONE, cbor.encode((("cache_salt", "x" * 40),))):
+            parent = first = hashlib.sha256(suffix).digest()
+            expected = []
+            for start in range(0, 2 * block_size, block_size):
+                block = tuple(tokens[start : start + block_size])
+                encoded = cbor.encode((parent, block, None))[: -len(cbor.NONE)] + suffix
+                parent = hashlib.sha256(encoded).digest()
+                expected.append(parent)
+            for portable in (False, True):
+                if found.hash_blocks(tokens, block_size, 0, 2, first, suffix, portable) != expected:
+                    return False
+    return True
+
+
+def _is_pure() -> bool:
+    text = os.environ.get(PURE_VARIABLE, "0")
+    if text not in ("0", "1"):
+        raise ConfigError(
+            f"{PURE_VARIABLE} is 0 or 1", next_step="Unset it, or write 1", found=text
+        )
+    return text == "1"
