@@ -351,7 +351,7 @@ def test_our_log_says_what_vllms_pool_says(
 @pytest.fixture
 def their_context() -> Iterator[zmq.Context[Any]]:
     """vLLM's publisher uses the context of the process, and leaves it behind."""
-    context = zmq.Context.instance()
+    context: zmq.Context[Any] = zmq.Context.instance()
     yield context
     context.term()
 

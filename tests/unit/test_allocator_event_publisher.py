@@ -15,7 +15,7 @@ import zmq
 
 from ebbtide.allocator import event_publisher
 from ebbtide.allocator.event_publisher import EventPublisher, rank_endpoint
-from ebbtide.allocator.events import AllBlocksCleared, BlockRemoved, EventBatch
+from ebbtide.allocator.events import AllBlocksCleared, BlockRemoved, Event, EventBatch
 from ebbtide.errors import ConfigError, MisuseError
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def dealer(clients: Clients, publisher: EventPublisher) -> Socket:
 def replay(one: Socket, first: int) -> list[tuple[int, bytes]]:
     """What comes back for a replay request, checked for its form, up to the end."""
     one.send_multipart((b"", first.to_bytes(8, "big")))
-    found = []
+    found: list[tuple[int, bytes]] = []
     while True:
         delimiter, topic, sequence, payload = receive(one)
         assert delimiter == b""
@@ -276,7 +276,7 @@ def test_a_subscriber_that_does_not_read_does_not_hold_up_a_shutdown(
     tmp_path: Path, clients: Clients
 ) -> None:
     with EventPublisher(f"ipc://{tmp_path}/events") as publisher:
-        large = [BlockRemoved(list(range(1 << 40, (1 << 40) + 10_000)), "GPU", 0)]
+        large: list[Event] = [BlockRemoved(list(range(1 << 40, (1 << 40) + 10_000)), "GPU", 0)]
         sub = clients.socket(zmq.SUB)
         sub.set_hwm(1)
         sub.subscribe(b"")
@@ -371,7 +371,7 @@ def test_a_long_replay_is_whole_even_for_a_client_that_reads_late(
     with EventPublisher(
         f"ipc://{tmp_path}/events", replay_endpoint=f"ipc://{tmp_path}/replay", topic="kv"
     ) as publisher:
-        large = [BlockRemoved(list(range(1 << 40, (1 << 40) + 100)), "GPU", 0)]
+        large: list[Event] = [BlockRemoved(list(range(1 << 40, (1 << 40) + 100)), "GPU", 0)]
         for number in range(6000):
             publisher.publish(EventBatch(float(number), large))
         sent(publisher, 6000)

@@ -15,6 +15,7 @@ from ebbtide.allocator.events import (
     BlockRemoved,
     BlockStored,
     EventBatch,
+    EventHash,
     EventLog,
 )
 from ebbtide.allocator.extra_keys import LoraAdapter, MultiModalItem
@@ -127,7 +128,7 @@ def test_a_batch_can_be_read_back() -> None:
 
 def test_a_stored_event_tells_hashes_parent_tokens_and_group() -> None:
     log, prompt = EventLog(HASH_SIZE), Prompt()
-    hashes = [as_int(each) for each in prompt.block_hashes]
+    hashes: list[EventHash] = [as_int(each) for each in prompt.block_hashes]
     log.stored(prompt, 1, Spec(), 0, 2, [0, 1])
     log.stored(prompt, 1, Spec("sliding_window", HASH_SIZE, 9), 2, 3, range(2, 3))
     assert len(log) == 2
