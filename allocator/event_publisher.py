@@ -171,8 +171,6 @@ class EventPublisher:
 
         What does not go out in that time is counted in `dropped_batches`.
         """
-        if self._deadline is not None:
-            return
         self._deadline = time.monotonic() + SHUTDOWN_S
         # Wakes a thread that waits. A thread with a full queue does not wait, and looks again.
         with contextlib.suppress(queue.Full):
@@ -185,10 +183,11 @@ class EventPublisher:
             while self._deadline is None or time.monotonic() < self._deadline:
                 if self._replay is not None and self._replay.poll(0):
                     self._answer(self._replay)
-                item = self._next_item()
+                ending = self._deadline is not None  # read before the queue: nothing comes after
+                item = self._next_item(ending)
                 if item is not None:
                     self._send(*item)
-                elif self._deadline is not None and self._queue.empty():
+                elif ending:
                     break
         finally:
             left = 0
@@ -198,14 +197,11 @@ class EventPublisher:
                 self._dropped(left, "the publisher was shut down")
             self._close_sockets(linger_s=max(0.0, (self._deadline or 0) - time.monotonic()))
 
-    def _next_item(self) -> tuple[int, EventBatch] | None:
+    def _next_item(self, ending: bool) -> tuple[int, EventBatch] | None:
         """None when there is nothing to send now, but a request or a shutdown may be waiting."""
-        if self._deadline is not None:
-            timeout_s: float | None = 0
-        else:
-            timeout_s = None if self._replay is None else REPLAY_POLL_S
+        timeout_s = None if self._replay is None else REPLAY_POLL_S
         try:
-            return self._queue.get(timeout_s != 0, timeout_s)
+            return self._queue.get(not ending, timeout_s)
         except queue.Empty:
             return None
 

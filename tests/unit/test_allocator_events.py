@@ -147,11 +147,12 @@ def test_a_stored_event_tells_hashes_parent_tokens_and_group() -> None:
 
 
 def test_blocks_that_were_not_kept_are_missing_but_their_tokens_are_not() -> None:
-    log, prompt = EventLog(HASH_SIZE), Prompt(cache_salt="s")
-    log.stored(prompt, 0, Spec(), 0, 5, [0, 3])
+    log = EventLog(HASH_SIZE)
+    prompt = Prompt(mm_items=(MultiModalItem("a", 13, 2),), cache_salt="s")
+    log.stored(prompt, 0, Spec(), 0, 5, [1, 3])
     event = only(log)
-    assert event.block_hashes == [as_int(prompt.block_hashes[i]) for i in (0, 3)]
-    assert event.extra_keys == [("s",), None]
+    assert event.block_hashes == [as_int(prompt.block_hashes[i]) for i in (1, 3)]
+    assert event.extra_keys == [None, (("a", 1),)]
     assert event.token_ids == list(range(20))
 
 
