@@ -26,6 +26,7 @@ class Request:
     still under way computes), `junction_tokens` (of the last lookup), `num_preemptions` and
     `is_running`; the allocator only reads them. A preemption sets `num_computed_tokens = 0`,
     `is_running = False` and counts.
+    `lora_id` is what events call the adapter beside its name; no hash knows it.
     `skip_reading_prefix_cache` makes lookups miss (as prompt log-probabilities need it); the blocks
     are still cached for others.
 
@@ -41,6 +42,7 @@ class Request:
         "hash_block_size",
         "is_running",
         "junction_tokens",
+        "lora_id",
         "num_computed_tokens",
         "num_in_flight_tokens",
         "num_preemptions",
@@ -62,6 +64,7 @@ class Request:
         cache_salt: str | None = None,
         prompt_embeds: NDArray[Any] | None = None,
         skip_reading_prefix_cache: bool = False,
+        lora_id: int | None = None,
     ) -> None:
         self.request_id = request_id
         self.hash_block_size = hash_block_size
@@ -71,6 +74,7 @@ class Request:
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0
         self.junction_tokens = 0
+        self.lora_id = lora_id
         self.num_preemptions = 0
         self.is_running = False
         self._root = none_hash(algorithm) if root is None else root

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
+import math
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.allocator import (
@@ -24,7 +25,7 @@ from ebbtide.allocator import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from ebbtide.allocator import Block, GroupSpec
@@ -53,7 +54,7 @@ def spec_of(text: str) -> GroupSpec:
 class Told:
     """The events in the form of the traces: what happened, and the hashes it happened to."""
 
-    def __init__(self) -> None:
+    def __init__(self, hash_block_size: int) -> None:
         self.events: list[tuple[str, list[int]]] = []
 
     def stored(
@@ -92,10 +93,10 @@ class Told:
 class Replay:
     """Our manager under the operations of one round."""
 
-    def __init__(self, config: Record) -> None:
+    def __init__(self, config: Record, events: Callable[[int], Told] = Told) -> None:
         self.config = config
         specs = [spec_of(text) for text in config["groups"]]
-        self.told = Told()
+        self.told = events(math.gcd(*(spec.block_size for spec in specs)))
         self.cache = KVCacheManager(
             config["num_blocks"],
             specs,
@@ -129,6 +130,7 @@ class Replay:
             hash_block_size=self.cache.rules.hash_block_size,
             root=ROOT,
             lora=LoraAdapter(lora, f"/lora/{lora}") if lora else None,
+            lora_id=1 + ord(lora) if lora else None,
             cache_salt=record.get("salt"),
             mm_items=[MultiModalItem(*item) for item in record.get("mm", ())],
         )
@@ -236,7 +238,8 @@ class Replay:
 class Replays:
     """Rounds one behind the other, as they come: for a trace, or beside the real thing."""
 
-    def __init__(self) -> None:
+    def __init__(self, events: Callable[[int], Told] = Told) -> None:
+        self._events = events
         self.rounds = self.operations = self.evicted = self.hit_tokens = self.refused = 0
         self.shapes: set[tuple[str, ...]] = set()
         self._one: Replay | None = None
@@ -245,7 +248,7 @@ class Replays:
         """The next line. Raises AssertionError for the first difference."""
         if record["op"] == "config":
             self.end()
-            self._one = Replay(record)
+            self.one = self._one = Replay(record, self._events)
             self.rounds += 1
             self.shapes.add(tuple(record["groups"]))
             return

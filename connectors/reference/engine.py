@@ -16,6 +16,7 @@ from ebbtide.allocator import (
     KVCacheManager,
     Request,
     SlidingWindow,
+    check_cache_salt,
 )
 from ebbtide.connectors.reference.runner import Part, Runner
 from ebbtide.connectors.reference.scheduler import Scheduled, Scheduler
@@ -26,6 +27,7 @@ from ebbtide.errors import ConfigError, MisuseError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from ebbtide.allocator import EventLog, LogLine
     from ebbtide.connectors.reference.model import ModelConfig
     from ebbtide.connectors.seam import SchedulerHalf, WorkerHalf
 
@@ -49,7 +51,9 @@ class Engine:
     first and a worker half the second, so halves are usually built after the engine and given to
     `attach`. Halves need prefix caching; without halves there are no tiers behind the device.
 
-    `num_blocks` includes the null block. Raises ConfigError for bounds below one.
+    `num_blocks` includes the null block. `events` collects what becomes of cached blocks; whoever
+    passes it drains it. `log_line` is told of every step and logs when it is due. Raises
+    ConfigError for bounds below one.
     """
 
     def __init__(
@@ -65,6 +69,8 @@ class Engine:
         device: str = "cpu",
         seed: int = 0,
         hash_algorithm: str = DEFAULT_ALGORITHM,
+        events: EventLog | None = None,
+        log_line: LogLine | None = None,
     ) -> None:
         if min(max_batched_tokens, max_running, block_size) < 1 or num_blocks < 2:
             raise ConfigError(
@@ -84,6 +90,7 @@ class Engine:
             model_config.max_position,
             enable_caching=enable_prefix_caching,
             max_in_flight_tokens=max_batched_tokens,
+            events=events,
             track_newly_cached=True,
         )
         self.runner = Runner(
@@ -95,6 +102,7 @@ class Engine:
         self.last_step_tokens = 0
         self.being_computed: set[int] = set()  # blocks that have their hash before their content
         self.hash_algorithm = hash_algorithm
+        self._log_line = log_line
         self._worker_half: WorkerHalf | None = None
         self._newly_full: list[tuple[int, bytes]] = []
         self._generated = 0
@@ -132,7 +140,8 @@ class Engine:
         """Queue a request. `keep_logits` keeps the logits of its first answer token.
 
         Raises MisuseError for an id in use, an empty prompt, a token outside the vocabulary, no
-        token to generate, or a length that can never fit into the model or the pool.
+        token to generate, a salt that no request may have, or a length that can never fit into the
+        model or the pool.
         """
         config, total = self.runner.config, len(prompt_token_ids) + max_new_tokens
         if self._closed or request_id in self.scheduler.names:
@@ -150,6 +159,8 @@ class Engine:
             )
         if not 0 <= min(prompt_token_ids) <= max(prompt_token_ids) < config.vocab_size:
             raise MisuseError("a token is outside the vocabulary", vocab_size=config.vocab_size)
+        if cache_salt is not None:
+            check_cache_salt(cache_salt)
         request = Request(
             request_id,
             prompt_token_ids,
@@ -192,6 +203,9 @@ class Engine:
         self.being_computed.update(block_id for block_id, _ in cached)
         self._start_copies()
         outputs = self._run(scheduled) if scheduled else []
+        if self._log_line is not None:
+            self._log_line.observe(self.kv.take_stats())
+            self._log_line.log_if_due(self.kv.usage)
         self.being_computed.clear()
         half, worker = self.scheduler.half, self._worker_half
         if half is not None and worker is not None:

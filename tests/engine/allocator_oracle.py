@@ -70,6 +70,7 @@ class Oracle:
             enable_kv_cache_events=True,
         )
         self.requests: dict[str, Any] = {}
+        self.taken: list[Any] = []  # the events of the last operation
 
     def new(self, rid: str, record: Record) -> None:
         from vllm.lora.request import LoRARequest
@@ -176,7 +177,7 @@ class Oracle:
         }
 
     def events(self) -> list[tuple[str, list[int]]]:
-        taken = self.manager.take_events()
+        taken = self.taken = self.manager.take_events()
         return [(type(e).__name__, list(getattr(e, "block_hashes", []))) for e in taken]
 
 
@@ -230,13 +231,13 @@ class Round:
                 [None, 0, multiple, 2 * multiple, 4 * multiple] if sparse else [None, 0]
             ),
         }
-        self._oracle = Oracle(self.config)
+        self.oracle = Oracle(self.config)
         self._count = 0
         emit(self.config)
 
     def step(self) -> None:
         """One operation and one line."""
-        rng, live = self._rng, list(self._oracle.requests)
+        rng, live = self._rng, list(self.oracle.requests)
         names = ("new", "run", "free", "preempt", "evict", "reset")
         some = bool(live)
         weights = (4 * (len(live) < 5), 6 * some, 2 * some, some, 0.3, 0.4)
@@ -247,22 +248,22 @@ class Round:
             record["rid"] = rid = f"q{self._count}"
             self._count += 1
             record.update(self._prompt())
-            self._oracle.new(rid, record)
+            self.oracle.new(rid, record)
         if op in ("new", "run") and rid is not None:
-            if self._oracle.is_known(rid):
+            if self.oracle.is_known(rid):
                 self._run(rid, record)
             else:
                 self._admit(rid, record)
         elif op == "free" and rid is not None:
-            self._oracle.free(rid)
+            self.oracle.free(rid)
         elif op == "preempt" and rid is not None:
-            self._oracle.preempt(rid)
+            self.oracle.preempt(rid)
         elif op == "evict":
             record["block"] = rng.randrange(1, self.config["num_blocks"])
-            self._oracle.manager.evict_blocks({record["block"]})
+            self.oracle.manager.evict_blocks({record["block"]})
         elif op == "reset":
-            record["result"] = self._oracle.manager.reset_prefix_cache()
-        record["state"], record["events"] = self._oracle.state(), self._oracle.events()
+            record["result"] = self.oracle.manager.reset_prefix_cache()
+        record["state"], record["events"] = self.oracle.state(), self.oracle.events()
         self._emit(record)
 
     def _prompt(self) -> Record:
@@ -285,8 +286,8 @@ class Round:
 
     def _admit(self, rid: str, record: Record) -> None:
         rng, size = self._rng, self._largest
-        record["lookup"] = self._oracle.lookup(rid)
-        left = self._oracle.requests[rid].num_tokens - record["lookup"][1]
+        record["lookup"] = self.oracle.lookup(rid)
+        left = self.oracle.requests[rid].num_tokens - record["lookup"][1]
         record["admit"] = {
             "chunk": rng.choice([None, None, size, 3]),
             "external": rng.choice([0, 0, 0, size, 3 * size]),
@@ -296,13 +297,13 @@ class Round:
         }
         loads = min(record["admit"]["external"], left) > 0
         record["admit"]["delay"] = loads and rng.random() < 0.4
-        record["result"] = self._oracle.admit(rid, record["admit"])
+        record["result"] = self.oracle.admit(rid, record["admit"])
 
     def _run(self, rid: str, record: Record) -> None:
-        rng, request = self._rng, self._oracle.requests[rid]
+        rng, request = self._rng, self.oracle.requests[rid]
         if rng.random() < 0.3:  # for instance when a delayed load has ended
             record["commit"] = True
-            self._oracle.manager.cache_blocks(request, request.num_computed_tokens)
+            self.oracle.manager.cache_blocks(request, request.num_computed_tokens)
         left = request.num_tokens - request.num_computed_tokens
         room = self.config["max_model_len"] - request.num_tokens
         record["append"] = []
@@ -314,18 +315,24 @@ class Round:
         record["lookahead"] = rng.choice([0, 0, 3])
         record["run"] = rng.choice([left, max(1, left // 2)]) if left else 0
         if record["run"]:
-            record["result"] = self._oracle.run(rid, record)
+            record["result"] = self.oracle.run(rid, record)
         else:  # at the model's length: nothing can run any more
             record["op"] = "commit"
 
 
-def rounds(seed: int, count: int, emit: Callable[[Record], None]) -> None:
-    """So many rounds of random operations. `emit` gets every line."""
+def rounds(
+    seed: int,
+    count: int,
+    emit: Callable[[Record], None],
+    after: Callable[[Oracle], None] = lambda oracle: None,
+) -> None:
+    """So many rounds of random operations. `emit` gets every line, `after` follows it."""
     rng = random.Random(seed)
     for _ in range(count):
         one = Round(rng, emit)
         for _ in range(STEPS):
             one.step()
+            after(one.oracle)
 
 
 def main(arguments: Iterable[str]) -> None:

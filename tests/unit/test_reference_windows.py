@@ -9,9 +9,10 @@ import pytest
 import torch
 from tests.controls import NEW_TOKENS, TINY, Rig, answers, one_thread, tokens
 
+from ebbtide.allocator import AllBlocksCleared, BlockStored, EventLog, LogLine
 from ebbtide.connectors.reference import Engine, ModelConfig
 from ebbtide.connectors.reference.runner import Part, Runner
-from ebbtide.errors import ConfigError
+from ebbtide.errors import ConfigError, MisuseError
 from ebbtide.kernels.attention import causal_mask
 
 if TYPE_CHECKING:
@@ -81,6 +82,30 @@ def test_cached_and_preempted_answers_are_the_same(model: ModelConfig) -> None:
     assert answers(again) == plain(model, [stem + tokens(9, 77)])
     engine.kv.check_integrity()
     assert engine.kv.usage == 0
+
+
+def test_a_salt_that_no_request_may_have_is_refused() -> None:
+    engine = Engine(WINDOWED, 27)
+    for wrong in ("", "a/b", "x" * 129):
+        with pytest.raises(MisuseError, match="cache salt"):
+            engine.add_request("a", tokens(9, 1), 1, wrong)
+    assert not engine.has_unfinished()
+
+
+def test_events_and_the_log_line_follow_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    log, now = EventLog(16), iter(range(0, 10_000, 6))
+    line = LogLine(clock_s=lambda: float(next(now)))
+    engine = Engine(MIXED, 64, events=log, log_line=line)
+    prompt = tokens(100, 5)
+    with caplog.at_level("INFO", "ebbtide.allocator"):
+        engine.generate([prompt], 4)
+        engine.generate([prompt], 4)
+    stored = [event for event in log.take() if isinstance(event, BlockStored)]
+    assert {event.kv_cache_spec_kind for event in stored} == {"full_attention", "sliding_window"}
+    assert stored[0].token_ids == prompt[:96]
+    assert "Prefix cache hit rate: 48.0%" in caplog.messages[-1]
+    assert engine.reset_prefix_cache()
+    assert log.take() == [AllBlocksCleared()]
 
 
 def test_a_window_takes_no_more_blocks_than_it_spans() -> None:
