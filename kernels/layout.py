@@ -16,6 +16,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from ebbtide.errors import MisuseError
+from ebbtide.kernels.layout_checks import (
+    check_apart,
+    check_bounds,
+    check_no_overlap,
+    check_plain,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,12 +89,15 @@ class PagedLayout:
         when `block_dim` names its block dimension, as are views with padding between blocks,
         permuted head order and several layers in one storage.
 
-        Raises MisuseError for: no tensor; different dtypes, devices or block counts; elements that
-        are not neighbours in memory; overlapping blocks; more than `MAX_RUNS_PER_BLOCK` runs; a
-        view that reaches past its storage; a block dimension that cannot be told.
+        Raises MisuseError for: no tensor, or one without memory; different dtypes, devices or block
+        counts; elements that are not neighbours in memory; blocks or tensors that share memory;
+        more than `MAX_RUNS_PER_BLOCK` runs; a view that reaches past its storage; a block dimension
+        that cannot be told.
         """
         if not tensors:
             raise MisuseError("A layout needs at least one tensor")
+        for index, tensor in enumerate(tensors):
+            check_plain(index, tensor)
         first = tensors[0]
         num_blocks = int(first.shape[_block_dim(first, block_dim)])
         fragments: list[Fragment] = []
@@ -115,7 +124,8 @@ class PagedLayout:
             fragments.extend(runs)
             forms.append(form)
         layout = cls(tuple(tensors), _merged(fragments, tensors), num_blocks, offset, tuple(forms))
-        layout._check_bounds()
+        check_bounds(layout.fragments, tensors, num_blocks)
+        check_apart(layout.fragments, tensors, num_blocks)
         return layout
 
     @property
@@ -184,19 +194,6 @@ class PagedLayout:
                 num_blocks=self.num_blocks,
             )
 
-    def _check_bounds(self) -> None:
-        for fragment in self.fragments:
-            size = self.tensors[fragment.tensor].untyped_storage().nbytes()
-            end = fragment.base + (self.num_blocks - 1) * fragment.block_stride + fragment.length
-            if end > size:
-                raise MisuseError(
-                    "The last block reaches past the end of its storage",
-                    next_step="Register a view whose blocks all lie inside the allocation",
-                    tensor=fragment.tensor,
-                    end=end,
-                    storage_bytes=size,
-                )
-
 
 def _block_dim(tensor: torch.Tensor, block_dim: int | None) -> int:
     if block_dim is not None:
@@ -223,7 +220,7 @@ def _runs_of(
     """The fragments of one tensor, and (shape of a block, its dimensions in memory order)."""
     shape = tuple(int(n) for dim, n in enumerate(tensor.shape) if dim != block_dim)
     strides = tuple(int(n) for dim, n in enumerate(tensor.stride()) if dim != block_dim)
-    _check_no_overlap(index, tensor)
+    check_no_overlap(index, tensor)
     order = sorted((d for d in range(len(shape)) if shape[d] > 1), key=lambda d: -strides[d])
     run = 1
     inner = len(order)
@@ -256,21 +253,6 @@ def _runs_of(
             )
         )
     return runs, (shape, tuple(order))
-
-
-def _check_no_overlap(index: int, tensor: torch.Tensor) -> None:
-    reach = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride < reach:
-            raise MisuseError(
-                "Elements of the view share memory",
-                tensor=index,
-                shape=tuple(tensor.shape),
-                strides=tuple(tensor.stride()),
-            )
-        reach += (size - 1) * stride
 
 
 def _same_storage(tensors: Sequence[torch.Tensor], one: int, other: int) -> bool:
