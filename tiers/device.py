@@ -106,12 +106,8 @@ class DeviceCopies(ABC):
         return None
 
     def _move(self, job: CopyJob) -> None:
-        layout = self.layouts[job.group]
-        size = layout.record_bytes
-        arena = self._tensor(job.arena)
-        records = [arena[offset : offset + size] for offset in job.offsets]
-        move = self._copy.scatter if job.to_device else self._copy.gather
-        move(layout, job.block_ids, records)
+        move = self._copy.scatter_from if job.to_device else self._copy.gather_into
+        move(self.layouts[job.group], job.block_ids, self._tensor(job.arena), job.offsets)
 
     def _tensor(self, arena: Arena) -> torch.Tensor:
         """The arena as one uint8 tensor; the last one is kept until another arena comes."""
