@@ -80,7 +80,9 @@ class Pages(NamedTuple):
         dims = self.form.memory
         for buffer in self.buffers:
             of_block = buffer.select(dims.index("B"), block)
-            layers = of_block.unbind(dims.replace("B", "").index("L")) if "L" in dims else [of_block]
+            layers = (
+                of_block.unbind(dims.replace("B", "").index("L")) if "L" in dims else [of_block]
+            )
             parts += [layer.contiguous().view(-1).view(torch.uint8) for layer in layers]
         return torch.cat(parts).cpu()
 

@@ -190,9 +190,7 @@ def _move(
             _move_row(run, blocks, records, to_blocks=to_blocks)
 
 
-def _move_row(
-    run: _Run, blocks: torch.Tensor, records: torch.Tensor, *, to_blocks: bool
-) -> None:
+def _move_row(run: _Run, blocks: torch.Tensor, records: torch.Tensor, *, to_blocks: bool) -> None:
     """One row of a run. `blocks` are those of the run when it has a step, else all of them."""
     if run.step:
         if to_blocks:
@@ -258,7 +256,9 @@ def _stretches(records: Sequence[torch.Tensor]) -> Iterator[tuple[slice, torch.T
     while start < len(records):
         storage = records[start].untyped_storage()
         end = start + 1
-        while end < len(records) and records[end].untyped_storage().data_ptr() == storage.data_ptr():
+        while (
+            end < len(records) and records[end].untyped_storage().data_ptr() == storage.data_ptr()
+        ):
             end += 1
         yield slice(start, end), _whole(records[start])
         start = end

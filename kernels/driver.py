@@ -162,9 +162,9 @@ class Driver:
                 )
         for start in range(0, len(lengths), COPIES_PER_CALL_MAX):
             part = slice(start, start + COPIES_PER_CALL_MAX)
-            columns = [np.ascontiguousarray(one[part]) for one in (targets, sources, lengths)]
-            if self._batch is None or not self._copy_batch(*columns, stream, order):
-                self._copy_each(*columns, stream)
+            to, of, size = (np.ascontiguousarray(one[part]) for one in (targets, sources, lengths))
+            if self._batch is None or not self._copy_batch(to, of, size, stream, order):
+                self._copy_each(to, of, size, stream)
 
     def register(self, address: int, size_bytes: int) -> None:
         """Lock host memory and make it known to the device, so that copies from it are direct.
@@ -231,9 +231,7 @@ class Driver:
             )
         return True
 
-    def _copy_each(
-        self, targets: Int64s, sources: Int64s, lengths: Int64s, stream: int
-    ) -> None:
+    def _copy_each(self, targets: Int64s, sources: Int64s, lengths: Int64s, stream: int) -> None:
         columns = (targets.tolist(), sources.tolist(), lengths.tolist())
         for target, source, length in zip(*columns, strict=True):
             self.call("cuMemcpyAsync", target, source, length, stream)

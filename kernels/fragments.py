@@ -65,16 +65,16 @@ class FragmentTable:
         starts = _starts(layout)
         fragments = layout.fragments
         base = np.array([starts[f.tensor] + f.base for f in fragments], dtype=np.int64)
-        columns = [
+        stride, length, offset = (
             np.array([getattr(fragment, name) for fragment in fragments], dtype=np.int64)
             for name in ("block_stride", "length", "record_offset")
-        ]
+        )
         common = math.gcd(
             ALIGNMENT_MAX,
             layout.record_bytes,
-            *(int(np.gcd.reduce(column)) for column in (base, *columns)),
+            *(int(np.gcd.reduce(column)) for column in (base, stride, length, offset)),
         )
-        return cls(layout, base, *columns, alignment=common)
+        return cls(layout, base, stride, length, offset, common)
 
     def __len__(self) -> int:
         return len(self.base)

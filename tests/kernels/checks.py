@@ -9,16 +9,17 @@ import os
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from tests.kernels.memory_guard import Traffic, memory_guard
 
 from ebbtide.bench.paged_forms import FORMS, Shape, make_pages
 from ebbtide.kernels.fragments import FragmentTable
 from ebbtide.kernels.layout import PagedLayout
-from tests.kernels.memory_guard import Traffic, memory_guard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import ModuleType
 
+    import numpy as np
     from numpy.typing import NDArray
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -32,9 +33,9 @@ class EagerQueue:
 
     def copy(
         self,
-        targets: NDArray[object],
-        sources: NDArray[object],
-        lengths: NDArray[object],
+        targets: NDArray[np.int64],
+        sources: NDArray[np.int64],
+        lengths: NDArray[np.int64],
         *,
         stream: int,
         order: object,
@@ -161,15 +162,11 @@ def make_problem(case: Case, dtype: torch.dtype, *, seed: int = 3) -> Problem:
     )
 
 
-def dense_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> torch.Tensor:
+def dense_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Causal attention of the last rows over all of them, in float64."""
     length, heads, dim = query.shape
     context, kv_heads, _ = key.shape
-    key, value = (
-        one.double().repeat_interleave(heads // kv_heads, dim=1) for one in (key, value)
-    )
+    key, value = (one.double().repeat_interleave(heads // kv_heads, dim=1) for one in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query.double(), key) * dim**-0.5
     hidden = torch.ones(length, context, dtype=torch.bool).triu(context - length + 1)
     weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)

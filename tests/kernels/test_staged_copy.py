@@ -6,12 +6,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-
-from ebbtide.bench.paged_forms import FORMS, Shape, make_pages
-from ebbtide.errors import MisuseError
-from ebbtide.kernels.fragments import FragmentTable
-from ebbtide.kernels.layout import PagedLayout
-from ebbtide.kernels.registration import Registration
 from tests.kernels.checks import (
     INTERPRETED,
     EagerQueue,
@@ -20,9 +14,15 @@ from tests.kernels.checks import (
 )
 from tests.kernels.memory_guard import MemoryFault
 
+from ebbtide.bench.paged_forms import FORMS, Shape, make_pages
+from ebbtide.errors import MisuseError
+from ebbtide.kernels.fragments import FragmentTable
+from ebbtide.kernels.layout import PagedLayout
+from ebbtide.kernels.registration import Registration
+
 pytest.importorskip("triton", reason="NO TRITON: kernels are not tested (pip install triton)")
 
-from ebbtide.kernels import staged_copy  # noqa: E402  # it needs Triton
+from ebbtide.kernels import staged_copy  # it needs Triton
 
 if TYPE_CHECKING:
     from tests.kernels.conftest import StandIn
