@@ -194,4 +194,5 @@ def current_stream(table: FragmentTable, stream: int) -> contextlib.AbstractCont
     device = table.layout.device
     if device.type != "cuda":
         return contextlib.nullcontext()
-    return torch.cuda.stream(torch.cuda.ExternalStream(stream, device=device))
+    external = torch.cuda.ExternalStream(stream, device=device)  # type: ignore[no-untyped-call]  # torch
+    return torch.cuda.stream(external)

@@ -1,7 +1,7 @@
 """Attention over paged KV for a whole batch in one launch, by Triton.
 
 Decoding and prefill behind a cached prefix, grouped-query heads, float16, bfloat16 and float32; the
-sums are float32 throughout. What it computes is `attention.paged_attention`, which is the reference.
+sums are float32 throughout. What it computes is `attention.paged_attention`, the reference.
 """
 
 from __future__ import annotations
@@ -59,14 +59,16 @@ class Tiling(NamedTuple):
         return cls(tokens, rows, keys, 8, 2)
 
 
+def serves(dtype: torch.dtype, dim: int) -> bool:
+    """Whether there is a kernel for elements and heads of this kind."""
+    return dtype in DTYPES and DIM_MIN <= dim <= DIM_MAX and dim & (dim - 1) == 0
+
+
 def supports(query: torch.Tensor, kv_cache: torch.Tensor) -> bool:
     """Whether `attend` can: one dtype of three, head sizes that are powers of two, 16 to 256."""
-    dim = query.shape[-1]
     return (
         query.dtype == kv_cache.dtype
-        and query.dtype in DTYPES
-        and DIM_MIN <= dim <= DIM_MAX
-        and dim & (dim - 1) == 0
+        and serves(query.dtype, query.shape[-1])
         and kv_cache.stride(-1) == 1
         and query.stride(-1) == 1
     )
@@ -86,8 +88,8 @@ def attend(
     `query` [tokens, heads, head_dim], `kv_cache` [2, num_blocks, block_size, kv_heads, head_dim],
     keys first; any view of these dimensions whose last one is contiguous. The queries' own KV must
     have been written. Returns [tokens, heads, head_dim] in the query's dtype, on torch's current
-    stream, without a wait. `scale` defaults to head_dim ** -0.5, `splits` and `tiling` to what suits
-    the shapes.
+    stream, without a wait. `scale` defaults to head_dim ** -0.5, `splits` and `tiling` to
+    what suits the shapes.
 
     Raises MisuseError for shapes that do not fit each other. Ids and lengths are not checked: they
     are on the device. Cost: one launch and, when the context is split, another.
@@ -112,7 +114,8 @@ def attend(
     if splits > 1:
         rows = tokens * heads * splits
         whole = torch.empty(rows * (dim + 2), dtype=torch.float32, device=query.device)
-        part_sum, part_max, part_weight = whole.split([rows * dim, rows, rows])
+        part_sum, part_max = whole[: rows * dim], whole[rows * dim : rows * (dim + 1)]
+        part_weight = whole[rows * (dim + 1) :]
     key, value = kv_cache[0], kv_cache[1]
     grid = (sequences, kv_heads, triton.cdiv(batch.query_len_max, tiling.tokens) * splits)
     attend_pages[grid](

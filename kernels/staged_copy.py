@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ebbtide.kernels.registration import Registration
 
 STAGING_BYTES = 32 << 20
-"""Device memory of one direction: at 50 GB/s one copy of 0.6 ms, against which a launch is short."""
+"""Device memory of one direction: at 50 GB/s a copy of 0.6 ms; a launch is short against that."""
 PROGRAMS = 24
 """So many compute units fill device memory's path for the few percent of the time they run."""
 TILE_BYTES = 32 << 10  # that one program has in flight

@@ -9,6 +9,7 @@ anywhere in the prefix changes the answer.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,8 @@ from ebbtide.kernels.attention import causal_mask, paged_attention, write_kv
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from ebbtide.kernels.paged_attention import Batch as PagedBatch
 
 SCORE_GAIN = 1.7
 """Standard deviation of queries and of keys; attention scores have about its square."""
@@ -103,11 +106,23 @@ class _Layer:
 
 
 class Model:
-    """The decoder. Weights depend on `config` and `seed` alone."""
+    """The decoder. Weights depend on `config` and `seed` alone.
 
-    def __init__(self, config: ModelConfig, *, seed: int = 0, device: str = "cpu") -> None:
+    `by_kernel`: one Triton launch attends for all sequences of a batch; else torch, one sequence
+    after the other. Not given: by kernel where there are a GPU, Triton and heads that it can do.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        seed: int = 0,
+        device: str = "cpu",
+        by_kernel: bool | None = None,
+    ) -> None:
         self.config = config
         self.device = torch.device(device)
+        self.by_kernel = _kernel_serves(config, self.device) if by_kernel is None else by_kernel
         draw = torch.Generator().manual_seed(seed)
 
         def weight(out_size: int, in_size: int, gain: float) -> torch.Tensor:
@@ -144,14 +159,15 @@ class Model:
         """
         hidden = self._embedding.index_select(0, batch.token_ids)
         angles = self._angles.index_select(0, batch.positions).unsqueeze(1)
+        paged = self._paged(batch) if self.by_kernel else None
         masks = [
             causal_mask(part.length, part.context_len, hidden)
-            if 1 < part.length < part.context_len
+            if paged is None and 1 < part.length < part.context_len
             else None
             for part in batch.sequences
         ]
         for layer, kv_cache in zip(self._layers, kv_caches, strict=True):
-            mixed = self._attend(layer, hidden, angles, batch, masks, kv_cache)
+            mixed = self._attend(layer, hidden, angles, batch, masks, paged, kv_cache)
             hidden.addmm_(mixed, layer.attention_out.t())
             gate, up = functional.linear(self._norm(hidden), layer.gate_up).chunk(2, dim=-1)
             hidden.addmm_(functional.silu(gate).mul_(up), layer.down.t())
@@ -168,6 +184,7 @@ class Model:
         angles: torch.Tensor,
         batch: Batch,
         masks: Sequence[torch.Tensor | None],
+        paged: PagedBatch | None,
         kv_cache: torch.Tensor,
     ) -> torch.Tensor:
         """Attention's output before its projection, [tokens, heads * head_dim]."""
@@ -177,6 +194,10 @@ class Model:
         _rotate(split[:, : heads + kv_heads], angles)
         query, key, value = torch.split(split, [heads, kv_heads, kv_heads], dim=1)
         write_kv(kv_cache, batch.slot_mapping, key, value)
+        if paged is not None:
+            from ebbtide.kernels.paged_attention import attend
+
+            return attend(query, kv_cache, paged).flatten(1)
         mixed = torch.empty_like(query, memory_format=torch.contiguous_format)
         for part, mask in zip(batch.sequences, masks, strict=True):
             rows = slice(part.start, part.start + part.length)
@@ -185,8 +206,31 @@ class Model:
             )
         return mixed.flatten(1)
 
+    def _paged(self, batch: Batch) -> PagedBatch:
+        """The same batch as the kernel wants it: tables side by side, unused entries zero."""
+        from ebbtide.kernels.paged_attention import Batch as PagedBatch
+
+        parts = batch.sequences
+        tables = torch.nn.utils.rnn.pad_sequence(
+            [part.block_table.to(torch.int32) for part in parts], batch_first=True
+        )
+        numbers = torch.tensor(
+            [(part.start, part.context_len) for part in parts] + [(len(batch.token_ids), 0)],
+            dtype=torch.int32,
+        ).to(self.device)
+        longest = max(part.length for part in parts)
+        return PagedBatch(tables, numbers[:, 0].contiguous(), numbers[:-1, 1].contiguous(), longest)
+
     def _norm(self, hidden: torch.Tensor) -> torch.Tensor:
         return functional.rms_norm(hidden, hidden.shape[-1:], eps=self.config.norm_eps)
+
+
+def _kernel_serves(config: ModelConfig, device: torch.device) -> bool:
+    if device.type != "cuda" or find_spec("triton") is None:
+        return False
+    from ebbtide.kernels.paged_attention import serves
+
+    return serves(config.dtype, config.head_dim)
 
 
 def _rotary_angles(config: ModelConfig) -> torch.Tensor:

@@ -46,22 +46,19 @@ KINDS = (
     ("prefill", torch.float32, 64),
 )
 FULLY = 90  # where the kernels that hardly differ between architectures are compiled too
-STRIDES = [
-    f"{what}_stride"
-    for what in [
-        "query_token",
-        "query_head",
-        "key_block",
-        "key_row",
-        "key_head",
-        "value_block",
-        "value_row",
-        "value_head",
-        "out_token",
-        "out_head",
-        "table",
-    ]
-]
+STRIDES = (
+    "query_token_stride",
+    "query_head_stride",
+    "key_block_stride",
+    "key_row_stride",
+    "key_head_stride",
+    "value_block_stride",
+    "value_row_stride",
+    "value_head_stride",
+    "out_token_stride",
+    "out_head_stride",
+    "table_stride",
+)
 
 
 def resources(cubin: bytes) -> dict[str, Any]:
@@ -160,7 +157,7 @@ def main() -> None:
         if cc == FULLY:
             found[f"scatter sm_{cc}"] = copy(cc, gather=False)
             found[f"merge sm_{cc}"] = merge(cc)
-    print(json.dumps(found))
+    sys.stdout.write(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ class StandIn:
         return int(out[[*names.split(), "last_order"].index(name)])
 
     def attributes(self) -> tuple[int, ...]:
-        """Size of `CUmemcpyAttributes` and where three of its fields lie, as the C compiler says."""
+        """Size of `CUmemcpyAttributes` and where three of its fields lie, as C has it."""
         out = (ctypes.c_size_t * 4)()
         self._library.stand_in_attributes(out)
         return tuple(out)

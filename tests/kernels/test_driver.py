@@ -176,7 +176,7 @@ def test_a_device_that_is_not_there_is_an_error(stand_in: StandIn) -> None:
 def test_no_driver_is_an_error_with_a_reason() -> None:
     with pytest.raises(TierUnavailableError, match="cannot be loaded"):
         Driver("libcuda-that-is-not-there.so.1")
-    with pytest.raises(TierUnavailableError, match="too old.*cuInit"):
+    with pytest.raises(TierUnavailableError, match=r"too old.*cuInit"):
         Driver("libc.so.6")
 
 

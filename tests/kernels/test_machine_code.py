@@ -45,9 +45,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         assert process.returncode == 0, errors[-3000:]
         found |= json.loads(out)
     for name, one in found.items():
-        print(
+        sys.stdout.write(  # seen with -s
             f"{name:<28} {one['registers']:>4} registers {one['shared_bytes']:>7} B shared"
-            f" {one['spilled_bytes']} B spilled {one['instructions']}"
+            f" {one['spilled_bytes']} B spilled {one['instructions']}\n"
         )
     return found
 

@@ -69,5 +69,5 @@ def test_what_is_wanted_is_taken_however_slow(wanted: str) -> None:
 
 @pytest.mark.parametrize("wanted", ["engine", "cuda"])
 def test_what_is_wanted_and_cannot_be_had_is_a_configuration_error(wanted: str) -> None:
-    with pytest.raises(ConfigError, match="connector.copy to auto"):
+    with pytest.raises(ConfigError, match=r"connector\.copy to auto"):
         choose(wanted, [], {"engine": "no driver"})
