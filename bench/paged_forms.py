@@ -67,6 +67,29 @@ class Shape(NamedTuple):
         return letters | {"D": self.dim, "C": 2 * self.dim, "M": self.heads * self.dim}
 
 
+def shape_of(form: Form, *, layers: int, fragment_bytes: int, total_bytes: int) -> Shape:
+    """Two-byte elements, 64 a head, so that fragments have that length and blocks that many bytes.
+
+    A fragment is what lies together of one layer; where layers are neighbours as well, copies join
+    them. Both lengths should be powers of two, from 4 KiB on.
+    """
+    dims = form.memory
+    inner = dims[1 + max(dims.index("B"), dims.find("L")) :]
+    shape = Shape(layers=layers, blocks=1, tokens=16, heads=1, dim=64)
+    count = 2
+    for letter in inner:
+        count *= shape.sizes()[letter]
+    grown = max(1, fragment_bytes // count)
+    if "H" in inner or "M" in inner:
+        shape = shape._replace(heads=grown)
+    else:
+        shape = shape._replace(tokens=shape.tokens * grown, heads=4)
+    of_block = 2
+    for letter in set(dims) - {"B", "L"}:
+        of_block *= shape.sizes()[letter]
+    return shape._replace(blocks=max(1, total_bytes // (of_block * layers)))
+
+
 class Pages(NamedTuple):
     """The allocations of one form, and its layers as an engine would register them."""
 
@@ -102,9 +125,9 @@ def make_pages(
             count *= length
         stride = count // shape.blocks + form.padding // item
         total = count if not form.padding else (shape.blocks - 1) * stride + count // shape.blocks
-        bits = torch.empty(total * item, dtype=torch.uint8)
-        bits.view(torch.uint8).random_(0, 256, generator=draw)
-        whole = bits.to(device).view(dtype)
+        bits = torch.empty(-(-total * item // 8), dtype=torch.int64)
+        bits.random_(-(2**63), None, generator=draw)
+        whole = bits.to(device).view(torch.uint8)[: total * item].view(dtype)
         strides = list(_contiguous(lengths))
         if form.padding:
             strides[0] = stride
