@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ebbtide.kernels.layout import FragmentRow, PagedLayout
+    from ebbtide.kernels.layout import PagedLayout
 
 STAGING_BYTES_MAX = 64 << 20
 """Device memory one call may take for staging when the blocks are not in host memory."""
@@ -167,56 +167,35 @@ def _move(
     to_blocks: bool,
 ) -> None:
     """Records lie at `offsets` in `flat`, a whole storage as 1-D uint8 tensor."""
+    wide: dict[torch.dtype, torch.Tensor] = {}
     for run in _runs(layout.record_bytes, block_ids, offsets):
-        for row in layout.rows:
-            pages = layout.storages[row.tensor]
-            element = _element(pages, flat, row, run)
+        count = len(run.block_ids)
+        places = math.gcd(run.offset, run.record_stride, flat.numel())
+        index = None if run.step else torch.from_numpy(run.block_ids).to(layout.device)
+        for number, row in enumerate(layout.rows):
+            element = _element(math.gcd(places, row.record_offset, row.alignment))
             size = element.itemsize
-            inner = (row.count, row.length // size)
-            records = torch.as_strided(
-                flat.view(element),
-                (len(run.block_ids), *inner),
-                (run.record_stride // size, row.length // size, 1),
+            length = row.length // size
+            if element not in wide:
+                wide[element] = flat.view(element)
+            records = wide[element].as_strided(
+                (count, row.count, length),
+                (run.record_stride // size, length, 1),
                 (run.offset + row.record_offset) // size,
             )
-            step = run.step or 1
-            first = int(run.block_ids[0]) if run.step else 0
-            blocks = torch.as_strided(
-                pages.view(element),
-                (len(run.block_ids) if run.step else layout.num_blocks, *inner),
-                (step * row.block_stride // size, row.spacing // size, 1),
-                (row.base + first * row.block_stride) // size,
-            )
-            _move_row(run, blocks, records, to_blocks=to_blocks)
+            blocks = layout.blocks_of(number, element)
+            if index is None:
+                first, step = int(run.block_ids[0]), run.step
+                chosen = blocks[first : first + (count - 1) * step + 1 : step]
+                (chosen if to_blocks else records).copy_(records if to_blocks else chosen)
+            elif to_blocks:
+                blocks.index_copy_(0, index, records)
+            else:
+                torch.index_select(blocks, 0, index, out=records)
 
 
-def _move_row(run: _Run, blocks: torch.Tensor, records: torch.Tensor, *, to_blocks: bool) -> None:
-    """One row of a run. `blocks` are those of the run when it has a step, else all of them."""
-    if run.step:
-        if to_blocks:
-            blocks.copy_(records)
-        else:
-            records.copy_(blocks)
-        return
-    index = torch.from_numpy(run.block_ids).to(blocks.device)
-    if to_blocks:
-        blocks.index_copy_(0, index, records)
-    else:
-        torch.index_select(blocks, 0, index, out=records)
-
-
-def _element(pages: torch.Tensor, flat: torch.Tensor, row: FragmentRow, run: _Run) -> torch.dtype:
-    """The widest element in whose multiples everything lies: indexed copies go element-wise."""
-    common = math.gcd(
-        row.base,
-        row.block_stride,
-        row.spacing,
-        row.length,
-        run.offset + row.record_offset,
-        run.record_stride,
-        pages.numel(),
-        flat.numel(),
-    )
+def _element(common: int) -> torch.dtype:
+    """The widest element whose length divides `common`: indexed copies go element by element."""
     return next(dtype for dtype in ELEMENTS if common % dtype.itemsize == 0)
 
 

@@ -9,6 +9,7 @@ neighbour's. Copies need nothing else, so they are blind to dtype, head order an
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -53,6 +54,7 @@ class FragmentRow:
 
     Fragment `f` of block `b` starts at `base + b * block_stride + f * spacing` in the storage and
     at `record_offset + f * length` in the record. One strided copy serves the whole row.
+    `alignment` divides where its fragments begin, their length, and the storage's.
     """
 
     tensor: int
@@ -62,6 +64,7 @@ class FragmentRow:
     count: int
     length: int
     record_offset: int
+    alignment: int
 
 
 @dataclass(frozen=True)
@@ -153,20 +156,29 @@ class PagedLayout:
         for fragment in self.fragments:
             joined = _extended(rows[-1], fragment, self.tensors) if rows else None
             if joined is None:
-                rows.append(
-                    FragmentRow(
-                        fragment.tensor,
-                        fragment.base,
-                        fragment.block_stride,
-                        0,
-                        1,
-                        fragment.length,
-                        fragment.record_offset,
-                    )
-                )
+                rows.append(_row_of(fragment, self.storages[fragment.tensor].numel()))
             else:
                 rows[-1] = joined
         return tuple(rows)
+
+    @cached_property
+    def _views(self) -> dict[tuple[int, torch.dtype], torch.Tensor]:
+        return {}
+
+    def blocks_of(self, number: int, element: torch.dtype) -> torch.Tensor:
+        """Row `number` of all blocks, [num_blocks, count, length]: a view with elements of another
+        type, whose length divides the row's alignment. Made once.
+        """
+        view = self._views.get((number, element))
+        if view is None:
+            row, size = self.rows[number], element.itemsize
+            view = self._views[number, element] = torch.as_strided(
+                self.storages[row.tensor].view(element),
+                (self.num_blocks, row.count, row.length // size),
+                (row.block_stride // size, row.spacing // size, 1),
+                row.base // size,
+            )
+        return view
 
     def describe(self) -> dict[str, object]:
         """What decides the meaning of a record's bytes, as JSON-able values.
@@ -285,6 +297,20 @@ def _merged(fragments: Sequence[Fragment], tensors: Sequence[torch.Tensor]) -> t
     return tuple(merged)
 
 
+def _row_of(fragment: Fragment, storage_bytes: int) -> FragmentRow:
+    alignment = math.gcd(fragment.base, fragment.block_stride, fragment.length, storage_bytes)
+    return FragmentRow(
+        fragment.tensor,
+        fragment.base,
+        fragment.block_stride,
+        0,
+        1,
+        fragment.length,
+        fragment.record_offset,
+        alignment,
+    )
+
+
 def _extended(
     row: FragmentRow, fragment: Fragment, tensors: Sequence[torch.Tensor]
 ) -> FragmentRow | None:
@@ -307,4 +333,5 @@ def _extended(
         row.count + 1,
         row.length,
         row.record_offset,
+        math.gcd(row.alignment, spacing),
     )
