@@ -1,8 +1,8 @@
 """`ebbtide bench copy`: blocks of a device that is host memory into records, and back.
 
-Every round copies the same bytes three times: from blocks in no order into neighbouring records, from
-those records back, and by one plain copy of torch from one tensor into another. That one is the
-ceiling. All run with torch's threads.
+Every round copies the same bytes three times: from blocks in no order into neighbouring records,
+from those records back, and by one plain copy of torch from one tensor into another. That one is
+the ceiling. All run with torch's threads.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ebbtide.bench.pairs import INVALID, PAIRS_MIN, Case, measured_case, rotated
 from ebbtide.bench.paged_forms import FORMS, make_pages, shape_of
+from ebbtide.bench.pairs import INVALID, PAIRS_MIN, Case, measured_case, rotated
 from ebbtide.errors import ConfigError
 from ebbtide.kernels.copy import gather_into, scatter_from
 from ebbtide.kernels.layout import PagedLayout

@@ -1,4 +1,4 @@
-"""Stages of `ebbtide bench device`: attention over pages against float64, dense attention and memory."""
+"""Stages of `ebbtide bench device`: attention over pages, exact and fast."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Problem(NamedTuple):
     def reference(self) -> torch.Tensor:
         """By torch on the host, in float64."""
         cache, parts = self.kv_cache.cpu().double(), []
-        rows = self.query.cpu().double().split(self.queries)
+        rows = torch.split(self.query.cpu().double(), self.queries)
         tables = self.batch.block_tables.cpu().long()
         for query, table, length in zip(rows, tables, self.contexts, strict=True):
             parts.append(paged_attention(query, cache, table, length))

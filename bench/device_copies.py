@@ -133,7 +133,8 @@ def ceilings(rig: DeviceRig) -> None:
         rig.row(f"ceiling.{name}", gb_s=rig.figures[name])
     if rig.dry:
         return
-    second, other_host = torch.cuda.Stream(), rig.pinned(count)
+    second = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch
+    other_host = rig.pinned(count)
 
     def both() -> None:
         on_device.copy_(host, non_blocking=True)
@@ -218,13 +219,13 @@ def _beside(
     if rig.dry:
         move(*arguments, stream=rig.stream)
         return rig.wall_ms(products)
-    compute = torch.cuda.Stream()
+    compute = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]  # torch
     with torch.cuda.stream(compute):
         marks[0].record()
         products()
         marks[1].record()
-    while not marks[1].query():
+    while not marks[1].query():  # type: ignore[no-untyped-call]  # torch
         move(*arguments, stream=rig.stream)
         torch.cuda.current_stream().synchronize()
     rig.synchronize()

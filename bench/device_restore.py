@@ -1,4 +1,4 @@
-"""Stage of `ebbtide bench device`: a prefix restored against one computed, for the reference engine.
+"""Stage of `ebbtide bench device`: a prefix restored against one computed.
 
 Restored as a whole before the first layer runs, or layer by layer while earlier layers compute.
 """
@@ -132,10 +132,7 @@ class _Restore:
     def _layerwise(self) -> torch.Tensor:
         """Each layer's fragments on a stream of their own, an event behind each."""
         per_layer = self._copies_by_layer()
-        if self.rig.dry:
-            arrived = self._copy_at_once(per_layer)
-        else:
-            arrived = self._copy_ahead(per_layer)
+        arrived = self._copy_at_once(per_layer) if self.rig.dry else self._copy_ahead(per_layer)
         caches = self.runner.kv_caches
         self.runner.kv_caches = LayerWise(caches, arrived)  # type: ignore[assignment]  # iterated alone
         try:

@@ -125,7 +125,7 @@ class DeviceRig:
             pair[1].record()
             marks.append(pair)
         self.synchronize()
-        return median(begin.elapsed_time(end) for begin, end in marks)
+        return float(median(begin.elapsed_time(end) for begin, end in marks))
 
     def wall_ms(self, work: Callable[[], object], *, repeats: int = 3) -> float:
         """Median time until `work` and everything that it queued has ended, on the host's clock."""
@@ -158,4 +158,4 @@ def table_of(pages: Pages) -> FragmentTable:
 def shuffled(blocks: int, count: int, seed: int = 0) -> list[int]:
     """Some of the blocks in no order."""
     draw = torch.Generator().manual_seed(seed)
-    return torch.randperm(blocks, generator=draw)[:count].tolist()  # type: ignore[no-any-return]  # torch
+    return torch.randperm(blocks, generator=draw)[:count].tolist()

@@ -131,7 +131,7 @@ class ConnectorConfig(Section, frozen=True, kw_only=True):
     ] = False
     copy: Annotated[
         Literal["auto", "engine", "kernel", "torch"],
-        Meta(description="What copies blocks of a GPU; auto: the fastest of a measurement at start."),
+        Meta(description="What copies blocks of a GPU; auto: what a measurement at start says."),
     ] = "auto"
     always_load: Annotated[
         bool, Meta(description="Load every hit, also one that seems slower than computing it.")

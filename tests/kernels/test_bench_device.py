@@ -7,11 +7,11 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.kernels.conftest import HAS_GPU
 
 from ebbtide.bench import device_bench, device_copies
 from ebbtide.errors import ConfigError, TierUnavailableError
 from ebbtide.kernels.copy_engine import EngineCopies
-from tests.kernels.conftest import HAS_GPU
 
 if TYPE_CHECKING:
     from ebbtide.bench.device_rig import DeviceRig

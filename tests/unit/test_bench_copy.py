@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from ebbtide.bench import copy_bench
 from ebbtide.bench.paged_forms import FORMS, make_pages, shape_of
+from ebbtide.bench.pairs import Case, measured_case
 from ebbtide.errors import ConfigError
 from ebbtide.kernels.layout import PagedLayout
 
@@ -81,9 +83,9 @@ def test_what_is_no_number_is_a_usage_error(words: tuple[str, ...]) -> None:
         options(*words)
 
 
-def test_the_row_says_what_is_below_the_goal(monkeypatch: pytest.MonkeyPatch) -> None:
-    row: Callable[[copy_bench.Case], str] = copy_bench._row
-    case = copy_bench.measured_case(
+def test_the_row_says_what_is_below_the_goal() -> None:
+    row: Callable[[Case], str] = copy_bench._row
+    case = measured_case(
         bench="copy",
         case="mla.16k.1m.gather",
         design="ebbtide",
@@ -96,8 +98,6 @@ def test_the_row_says_what_is_below_the_goal(monkeypatch: pytest.MonkeyPatch) ->
         exercised=True,
         valid=True,
     )
-    from dataclasses import replace
-
     assert "below the goal" in row(case)
     assert "below the goal" not in row(replace(case, ratio=0.85))
     assert "below the goal" not in row(replace(case, case="mla.4k.1m.gather"))
