@@ -53,6 +53,7 @@ class FragmentTable:
     """
 
     layout: PagedLayout
+    starts: list[int]  # of the tensors' storages
     base: Int64s
     block_stride: Int64s
     length: Int64s
@@ -74,7 +75,7 @@ class FragmentTable:
             layout.record_bytes,
             *(int(np.gcd.reduce(column)) for column in (base, stride, length, offset)),
         )
-        return cls(layout, base, stride, length, offset, common)
+        return cls(layout, starts, base, stride, length, offset, common)
 
     def __len__(self) -> int:
         return len(self.base)
@@ -87,16 +88,12 @@ class FragmentTable:
     def check_current(self) -> None:
         """Raise MisuseError when a storage has moved since the table was made. O(tensors)."""
         starts = _starts(self.layout)
-        moved = [
-            fragment.tensor
-            for fragment, base in zip(self.layout.fragments, self.base.tolist(), strict=True)
-            if starts[fragment.tensor] + fragment.base != base
-        ]
-        if moved:
+        if starts != self.starts:
+            moved = [a != b for a, b in zip(starts, self.starts, strict=True)]
             raise MisuseError(
                 "A registered tensor has moved",
                 next_step="Register the tensors again after they are allocated anew",
-                tensor=moved[0],
+                tensor=moved.index(True),
             )
 
     def copies(self, block_ids: Sequence[int] | Int64s, records: Int64s) -> Copies:

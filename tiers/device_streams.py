@@ -17,7 +17,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from ebbtide.errors import TierUnavailableError
+from ebbtide.errors import ConfigError, TierUnavailableError
 from ebbtide.tiers.device import CopyEnd, DeviceCopies
 from ebbtide.tiers.supervisor import outcome_of
 
@@ -52,7 +52,7 @@ class Device(NamedTuple):
 def stream_copies(layouts: Mapping[int, PagedLayout], wanted: str) -> StreamCopies:
     """Copies for blocks on a CUDA device, each group by the method that is best for its layout.
 
-    Raises ConfigError when the wanted method cannot be had, TierUnavailableError without a driver.
+    Raises ConfigError when the wanted method cannot be had, or the device has no CUDA driver.
     """
     import torch
 
@@ -66,12 +66,20 @@ def stream_copies(layouts: Mapping[int, PagedLayout], wanted: str) -> StreamCopi
     def compute_stream() -> int:
         return int(torch.cuda.current_stream(where).cuda_stream)
 
-    device = Device(Driver(), ordinal, compute_stream)
-    device.driver.use(ordinal)
-    choices = {
-        group: choose_method(wanted, device.driver, FragmentTable.of(layout))
-        for group, layout in layouts.items()
-    }
+    try:
+        device = Device(Driver(), ordinal, compute_stream)
+        device.driver.use(ordinal)
+        choices = {
+            group: choose_method(wanted, device.driver, FragmentTable.of(layout))
+            for group, layout in layouts.items()
+        }
+    except TierUnavailableError as error:
+        raise ConfigError(
+            "Blocks of this device cannot be copied",
+            next_step="Run on an NVIDIA GPU or a CPU, or without ebbtide.",
+            device=where,
+            reason=error,
+        ) from error
     return StreamCopies(layouts, device, choices)
 
 
@@ -255,6 +263,7 @@ class _Lane:
         device.driver.use(device.ordinal)
         registration = self._owner._registered(queued.mapped)
         job, table = queued.job, self._owner._tables[queued.job.group]
+        table.check_current()
         stream = self._stream = self._stream or Stream(device.driver)
         try:
             stream.wait(queued.ready)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
 SENTINEL = 0xA5
 # Norm of the error by norm of the result, against float64.
 ERROR_MAX = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
@@ -66,7 +67,7 @@ def check_copies(
 ) -> None:
     """Blocks to staging and other blocks from it: exact, each byte once, and nothing else moves."""
     form = FORMS[name]
-    pages, target = (make_pages(form, shape, dtype, seed=seed) for seed in (1, 2))
+    pages, target = (make_pages(form, shape, dtype, device=DEVICE, seed=seed) for seed in (1, 2))
     layouts = [
         PagedLayout.from_tensors(one.tensors, block_dim=form.block_dim) for one in (pages, target)
     ]
@@ -82,12 +83,12 @@ def check_copies(
     if INTERPRETED:
         assert traffic.store_bytes == 3 * size
     for block, record in zip(ids, down.staging.view(4, size), strict=False):
-        assert torch.equal(record, pages.record(block)), (name, block)
+        assert torch.equal(record.cpu(), pages.record(block)), (name, block)
     assert (down.staging[3 * size :] == SENTINEL).all()
 
     expected = [target.record(block) for block in range(shape.blocks)]
     for block, record in zip(to, down.staging.view(4, size), strict=False):
-        expected[block] = record
+        expected[block] = record.cpu()
     up.staging.copy_(down.staging)
     with guarded([up.staging], target.tensors) as traffic:
         up.launch(to, to_blocks=True, programs=3)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,25 +17,24 @@ import pytest
 import torch
 
 from ebbtide.bench.paged_forms import FORMS, Pages, Shape, make_pages
-from ebbtide.errors import ConfigError, TierUnavailableError
+from ebbtide.errors import ConfigError, MisuseError, TierUnavailableError
 from ebbtide.kernels import methods as methods_module
 from ebbtide.kernels.choice import Choice
 from ebbtide.kernels.copy_engine import EngineCopies
-from ebbtide.kernels.driver import Order
+from ebbtide.kernels.driver import Driver, Order
 from ebbtide.kernels.fragments import FragmentTable
 from ebbtide.kernels.layout import PagedLayout
 from ebbtide.kernels.methods import choose_method, make_method
 from ebbtide.kernels.streams import Stream
 from ebbtide.tiers.arena import Arena
 from ebbtide.tiers.device import CopyEnd, device_copies
-from ebbtide.tiers.device_streams import Device, StreamCopies
+from ebbtide.tiers.device_streams import Device, StreamCopies, stream_copies
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.kernels.conftest import StandIn
 
-    from ebbtide.kernels.driver import Driver
 
 SHAPE = Shape(layers=2, blocks=8, tokens=4, heads=2, dim=16)
 HANG_S = 20.0
@@ -240,6 +240,15 @@ def test_a_copy_that_the_driver_refuses_ends_with_its_error(
     rig.close()
 
 
+def test_blocks_that_were_allocated_anew_are_not_copied(rig: Rig, arena: Arena) -> None:
+    storage = rig.pages.tensors[1].untyped_storage()
+    storage.resize_(64 * storage.nbytes())
+    rig.submit(arena, [1], "down")
+    (end,) = rig.ends()
+    assert isinstance(end.error, MisuseError)
+    assert rig.stand_in.copies == 0
+
+
 def test_a_method_that_is_lost_later_is_replaced(
     stand_in: StandIn,
     arena: Arena,
@@ -304,6 +313,42 @@ def test_a_refusing_driver_leaves_torch(stand_in: StandIn) -> None:
     )
     with pytest.raises(ConfigError, match="refused a batch"):
         choose_method("engine", driver, table)
+
+
+def test_a_device_is_found_and_its_method_chosen(
+    stand_in: StandIn, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `device_copies` does on a GPU, up to torch's own calls."""
+    driver = stand_in.driver()
+    compute = Stream(driver)
+    monkeypatch.setattr("ebbtide.kernels.driver.Driver", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=compute.handle)
+    )
+    pages = make_pages(FORMS["mla"], SHAPE, torch.float16)
+    layout = PagedLayout.from_tensors(pages.tensors, block_dim=0)
+    copies = stream_copies({3: layout}, "engine")
+    before = stand_in.copies
+    copies.submit("down", 3, [5], [0], to_device=False, arena=arena)
+    copies.settle_stores()
+    assert copies.poll() == [CopyEnd("down", False, None)]
+    assert stand_in.copies > before > 0  # it was measured, and then used
+    got = torch.frombuffer(arena.view(0, layout.record_bytes), dtype=torch.uint8)
+    assert torch.equal(got, pages.record(5))
+    del got
+    assert copies.close()
+    compute.close()
+
+
+def test_a_device_without_a_driver_is_a_configuration_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ebbtide.kernels.driver.Driver", lambda: Driver("no-such-libcuda.so"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    layout = PagedLayout.from_tensors([torch.zeros(2, 7, 4, 3, 8)])
+    with pytest.raises(ConfigError, match="cannot be copied"):
+        stream_copies({0: layout}, "auto")
 
 
 def test_host_memory_has_no_copy_engine() -> None:

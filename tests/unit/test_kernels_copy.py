@@ -238,3 +238,23 @@ def test_offsets_that_do_not_fit_are_refused_before_a_byte_moves() -> None:
     with pytest.raises(MisuseError, match="twice"):
         scatter_from(layout, [1, 1], arena, [0, size])
     assert not arena.any()
+
+
+def test_layers_whose_blocks_differ_in_length() -> None:
+    """The second begins in the record where the first, which is not aligned as it is, ends."""
+    layers = [random_bytes(7 * size, seed=size).view(7, size) for size in (24, 32, 6, 16)]
+    layout = PagedLayout.from_tensors(layers, block_dim=0)
+    arena = torch.full((80 * 5,), GUARD, dtype=torch.uint8)
+    ids, offsets = [6, 1, 4], [160, 80, 0]
+    gather_into(layout, ids, arena, offsets)
+    for block, offset in zip(ids, offsets, strict=True):
+        expected = torch.cat([layer[block] for layer in layers])
+        assert torch.equal(arena[offset : offset + 78], expected)
+    assert int((arena == GUARD).sum()) >= 80 * 5 - 3 * 78
+    before = [layer.clone() for layer in layers]
+    for layer in layers:
+        layer.zero_()
+    scatter_from(layout, ids, arena, offsets)
+    for layer, right in zip(layers, before, strict=True):
+        assert torch.equal(layer[ids], right[ids])
+        assert not layer[[0, 2, 3, 5]].any()

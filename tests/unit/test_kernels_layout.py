@@ -128,6 +128,7 @@ def test_tensors_that_share_bytes_are_refused() -> None:
         (pages[:, :96], pages[:, :96]),  # the same layer twice
         (pages[:, :96], pages[:, 95:]),  # one byte
         (pages[:, 64:], pages.view(-1).as_strided((6, 80), (160, 1), 150)),  # of the block before
+        (pages[:, 64:], pages.view(-1).as_strided((7, 80), (160, 1), 20)),  # begins before it
         (pages[:, :96], pages.view(-1).as_strided((7, 16), (32, 1), 900)),  # unlike strides
     ):
         num_blocks = min(len(one), len(other))
