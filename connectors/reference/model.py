@@ -9,6 +9,7 @@ anywhere in the prefix changes the answer.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -20,6 +21,8 @@ from ebbtide.kernels.attention import causal_mask, paged_attention, write_kv
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from ebbtide.kernels.paged_attention import Batch as PagedBatch
 
 SCORE_GAIN = 1.7
 """Standard deviation of queries and of keys; attention scores have about its square."""
@@ -132,11 +135,23 @@ class _Layer:
 
 
 class Model:
-    """The decoder. Weights depend on `config` and `seed` alone."""
+    """The decoder. Weights depend on `config` and `seed` alone.
 
-    def __init__(self, config: ModelConfig, *, seed: int = 0, device: str = "cpu") -> None:
+    `by_kernel`: one Triton launch attends for all sequences of a batch; else torch, one sequence
+    after the other. Not given: by kernel where there are a GPU, Triton and heads that it can do.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        seed: int = 0,
+        device: str = "cpu",
+        by_kernel: bool | None = None,
+    ) -> None:
         self.config = config
         self.device = torch.device(device)
+        self.by_kernel = _kernel_serves(config, self.device) if by_kernel is None else by_kernel
         draw = torch.Generator().manual_seed(seed)
 
         def weight(out_size: int, in_size: int, gain: float) -> torch.Tensor:
@@ -175,14 +190,20 @@ class Model:
         groups = len(self.config.windows)
         hidden = self._embedding.index_select(0, batch.token_ids)
         angles = self._angles.index_select(0, batch.positions).unsqueeze(1)
+        windows = list(enumerate(self.config.windows))
+        by_kernel = [self.by_kernel and window is None for _, window in windows]
+        paged = [self._paged(batch, group) if by_kernel[group] else None for group, _ in windows]
         sights = [
             [_sight(part, group, window, hidden, kv_caches) for part in batch.sequences]
-            for group, window in enumerate(self.config.windows)
+            if not by_kernel[group]
+            else []
+            for group, window in windows
         ]
         for number, layer in enumerate(self._layers):
             group = self.config.group_of_layer(number)
+            seen = paged[group] or sights[group]
             slots, kv_cache = batch.slot_mappings[group], kv_caches[number // groups]
-            mixed = self._attend(layer, hidden, angles, slots, sights[group], kv_cache)
+            mixed = self._attend(layer, hidden, angles, slots, seen, kv_cache)
             hidden.addmm_(mixed, layer.attention_out.t())
             gate, up = functional.linear(self._norm(hidden), layer.gate_up).chunk(2, dim=-1)
             hidden.addmm_(functional.silu(gate).mul_(up), layer.down.t())
@@ -198,7 +219,7 @@ class Model:
         hidden: torch.Tensor,
         angles: torch.Tensor,
         slot_mapping: torch.Tensor,
-        sights: Sequence[_Sight],
+        seen: PagedBatch | list[_Sight],
         kv_cache: torch.Tensor,
     ) -> torch.Tensor:
         """Attention's output before its projection, [tokens, heads * head_dim]."""
@@ -208,12 +229,31 @@ class Model:
         _rotate(split[:, : heads + kv_heads], angles)
         query, key, value = torch.split(split, [heads, kv_heads, kv_heads], dim=1)
         write_kv(kv_cache, slot_mapping, key, value)
+        if not isinstance(seen, list):
+            from ebbtide.kernels.paged_attention import attend
+
+            return attend(query, kv_cache, seen).flatten(1)
         mixed = torch.empty_like(query, memory_format=torch.contiguous_format)
-        for rows, block_table, context_len, mask in sights:
+        for rows, block_table, context_len, mask in seen:
             mixed[rows] = paged_attention(
                 query[rows], kv_cache, block_table, context_len, mask=mask
             )
         return mixed.flatten(1)
+
+    def _paged(self, batch: Batch, group: int) -> PagedBatch:
+        """The same batch as the kernel wants it: tables side by side, unused entries zero."""
+        from ebbtide.kernels.paged_attention import Batch as PagedBatch
+
+        parts = batch.sequences
+        tables = torch.nn.utils.rnn.pad_sequence(
+            [part.block_tables[group].to(torch.int32) for part in parts], batch_first=True
+        )
+        numbers = torch.tensor(
+            [(part.start, part.context_len) for part in parts] + [(len(batch.token_ids), 0)],
+            dtype=torch.int32,
+        ).to(self.device)
+        longest = max(part.length for part in parts)
+        return PagedBatch(tables, numbers[:, 0].contiguous(), numbers[:-1, 1].contiguous(), longest)
 
     def _norm(self, hidden: torch.Tensor) -> torch.Tensor:
         return functional.rms_norm(hidden, hidden.shape[-1:], eps=self.config.norm_eps)
@@ -244,6 +284,14 @@ def _sight(
         mask = causal_mask(part.length, context_len, like, window_tokens)
     rows = slice(part.start, part.start + part.length)
     return _Sight(rows, part.block_tables[group][first:], context_len, mask)
+
+
+def _kernel_serves(config: ModelConfig, device: torch.device) -> bool:
+    if device.type != "cuda" or find_spec("triton") is None:
+        return False
+    from ebbtide.kernels.paged_attention import serves
+
+    return serves(config.dtype, config.head_dim)
 
 
 def _rotary_angles(config: ModelConfig) -> torch.Tensor:

@@ -64,7 +64,7 @@ class WorkerSide:
         self._connection = Connection(self._settings, "worker", arena=True)
         self._half = OffloadWorker(
             self._connection.client,
-            device_copies(layouts),
+            device_copies(layouts, self._settings.config.connector.copy),
             rank=rank,
             writes=writes,
             load_timeout_s=self._settings.config.connector.load_timeout_s,

@@ -129,6 +129,10 @@ class ConnectorConfig(Section, frozen=True, kw_only=True):
     prompt_only: Annotated[
         bool, Meta(description="Store only blocks of the prompt, never generated ones.")
     ] = False
+    copy: Annotated[
+        Literal["auto", "engine", "kernel", "torch"],
+        Meta(description="What copies blocks of a GPU; auto: what a measurement at start says."),
+    ] = "auto"
     always_load: Annotated[
         bool, Meta(description="Load every hit, also one that seems slower than computing it.")
     ] = False

@@ -66,6 +66,7 @@ def test_the_defaults_are_those_of_the_design() -> None:
     assert msgspec.structs.asdict(config.connector) == {
         "stores": "eager",
         "prompt_only": False,
+        "copy": "auto",
         "always_load": False,
         "compute_margin_ratio": 0.9,
         "store_budget_bytes": 64 * MIB,
@@ -205,6 +206,7 @@ def test_units_are_in_the_names_of_all_fields_that_have_one() -> None:
         "limits.connections_max",
         "connector.stores",
         "connector.prompt_only",
+        "connector.copy",
         "connector.always_load",
         "connector.compute_margin_ratio",
         "connector.weights_revision",

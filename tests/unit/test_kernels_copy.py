@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ebbtide.bench.paged_forms import FORMS, Shape, make_pages
 from ebbtide.errors import MisuseError
-from ebbtide.kernels.copy import gather, scatter
+from ebbtide.kernels.copy import gather, gather_into, scatter, scatter_from
 from ebbtide.kernels.layout import PagedLayout
 
 DTYPES = [
@@ -170,3 +171,90 @@ def test_a_block_may_be_read_into_many_records() -> None:
     gather(layout, [2, 2, 2], records)
     for record in records:
         assert torch.equal(record, expected_record([tensor], "layers apart", 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e5m2])
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("slots", [(3, 4, 5, 6, 7), (8, 1, 6, 0, 2), (1, 3, 5, 7, 9)])
+def test_records_by_offset_in_every_form(
+    name: str, dtype: torch.dtype, slots: tuple[int, ...]
+) -> None:
+    """Neighbouring, scattered and evenly spaced slots, blocks in no order; other bytes stay."""
+    shape = Shape(layers=2, blocks=9, tokens=4, heads=3, dim=5)
+    form = FORMS[name]
+    pages, target = (make_pages(form, shape, dtype, seed=seed) for seed in (1, 2))
+    layout = PagedLayout.from_tensors(pages.tensors, block_dim=form.block_dim)
+    ids, stride = [7, 2, 8, 0, 3], layout.record_bytes + 12
+    arena = torch.full((10 * stride + 16,), GUARD, dtype=torch.uint8)[8:]
+    offsets = [slot * stride for slot in slots]
+    gather_into(layout, ids, arena, offsets)
+    left = arena.clone()
+    for block, offset in zip(ids, offsets, strict=True):
+        assert torch.equal(arena[offset:][: layout.record_bytes], pages.record(block))
+        left[offset:][: layout.record_bytes] = GUARD
+    assert (left == GUARD).all()
+
+    expected = [target.record(block) for block in range(shape.blocks)]
+    for block, offset in zip(ids, offsets, strict=True):
+        expected[block] = arena[offset:][: layout.record_bytes].clone()
+    padding = [_padding(buffer) for buffer in target.buffers]
+    scatter_from(
+        PagedLayout.from_tensors(target.tensors, block_dim=form.block_dim), ids, arena, offsets
+    )
+    for block, record in enumerate(expected):
+        assert torch.equal(target.record(block), record)
+    for buffer, before in zip(target.buffers, padding, strict=True):
+        assert torch.equal(_padding(buffer), before)
+
+
+def _padding(buffer: torch.Tensor) -> torch.Tensor:
+    """The bytes of an allocation that belong to no block."""
+    whole = torch.empty(0, dtype=torch.uint8).set_(buffer.untyped_storage()).clone()
+    mine = torch.zeros_like(whole).view(buffer.dtype).as_strided(buffer.shape, buffer.stride())
+    mine.view(torch.uint8).fill_(1)
+    used = torch.empty(0, dtype=torch.uint8).set_(mine.untyped_storage())
+    return whole[used == 0]
+
+
+def test_offsets_that_do_not_fit_are_refused_before_a_byte_moves() -> None:
+    layout = PagedLayout.from_tensors([torch.ones(2, 7, 4, 3, 8)])
+    size = layout.record_bytes
+    arena = torch.zeros(4 * size, dtype=torch.uint8)
+    for copy in (gather_into, scatter_from):
+        for ids, offsets, message in (
+            ([1], [0, size], "pair up"),
+            ([1, 7], [0, size], "outside the registered"),
+            ([1, 2], [0, 3 * size + 1], "outside the arena"),
+            ([1, 2], [-1, size], "outside the arena"),
+        ):
+            with pytest.raises(MisuseError, match=message):
+                copy(layout, ids, arena, offsets)
+        for wrong in (arena.to(torch.int8), arena.view(4, -1), arena[::2]):
+            with pytest.raises(MisuseError, match="1-D uint8"):
+                copy(layout, [1], wrong, [0])
+        copy(layout, [], arena, [])
+    with pytest.raises(MisuseError, match="share bytes"):
+        gather_into(layout, [1, 2], arena, [0, size - 1])
+    with pytest.raises(MisuseError, match="twice"):
+        scatter_from(layout, [1, 1], arena, [0, size])
+    assert not arena.any()
+
+
+def test_layers_whose_blocks_differ_in_length() -> None:
+    """The second begins in the record where the first, which is not aligned as it is, ends."""
+    layers = [random_bytes(7 * size, seed=size).view(7, size) for size in (24, 32, 6, 16)]
+    layout = PagedLayout.from_tensors(layers, block_dim=0)
+    arena = torch.full((80 * 5,), GUARD, dtype=torch.uint8)
+    ids, offsets = [6, 1, 4], [160, 80, 0]
+    gather_into(layout, ids, arena, offsets)
+    for block, offset in zip(ids, offsets, strict=True):
+        expected = torch.cat([layer[block] for layer in layers])
+        assert torch.equal(arena[offset : offset + 78], expected)
+    assert int((arena == GUARD).sum()) >= 80 * 5 - 3 * 78
+    before = [layer.clone() for layer in layers]
+    for layer in layers:
+        layer.zero_()
+    scatter_from(layout, ids, arena, offsets)
+    for layer, right in zip(layers, before, strict=True):
+        assert torch.equal(layer[ids], right[ids])
+        assert not layer[[0, 2, 3, 5]].any()

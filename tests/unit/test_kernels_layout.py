@@ -120,3 +120,36 @@ def test_block_ids_are_checked() -> None:
     for wrong in ([7], [-1], [1, 2, 70]):
         with pytest.raises(MisuseError, match="outside"):
             layout.check_block_ids(wrong)
+
+
+def test_tensors_that_share_bytes_are_refused() -> None:
+    pages = torch.zeros(7, 160, dtype=torch.uint8)
+    for one, other in (
+        (pages[:, :96], pages[:, :96]),  # the same layer twice
+        (pages[:, :96], pages[:, 95:]),  # one byte
+        (pages[:, 64:], pages.view(-1).as_strided((6, 80), (160, 1), 150)),  # of the block before
+        (pages[:, 64:], pages.view(-1).as_strided((7, 80), (160, 1), 20)),  # begins before it
+        (pages[:, :96], pages.view(-1).as_strided((7, 16), (32, 1), 900)),  # unlike strides
+    ):
+        num_blocks = min(len(one), len(other))
+        with pytest.raises(MisuseError, match="share memory"):
+            PagedLayout.from_tensors([one[:num_blocks], other[:num_blocks]], block_dim=0)
+
+
+def test_tensors_that_interleave_without_a_shared_byte_are_described() -> None:
+    pages = torch.zeros(7, 160, dtype=torch.uint8)
+    other_stride = pages.view(-1).as_strided((3, 8), (320, 1), 112)
+    for one, other in (
+        (pages[:, :96], pages[:, 96:]),
+        (pages[:3, :96], other_stride),
+        (pages[:1], pages[1:2]),
+    ):
+        layout = PagedLayout.from_tensors([one, other], block_dim=0)
+        assert layout.record_bytes == one.shape[1] + other.shape[1]
+
+
+def test_a_tensor_without_plain_memory_is_refused() -> None:
+    sparse = torch.zeros(7, 32).to_sparse()
+    for tensor in (sparse, torch.zeros(7, 32, device="meta")):
+        with pytest.raises(MisuseError, match="must be strided"):
+            PagedLayout.from_tensors([tensor], block_dim=0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.controls import NEW_TOKENS, RECORD_BYTES, Reference, Rig, answers, one_thread, tokens
 
-from ebbtide.kernels.copy import gather, scatter
+from ebbtide.kernels.copy import gather_into, scatter, scatter_from
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +35,7 @@ def reference() -> Reference:
 
 
 def damage_restores(rig: Rig, monkeypatch: pytest.MonkeyPatch, scatter_badly: object) -> None:
-    badly = SimpleNamespace(gather=gather, scatter=scatter_badly)
+    badly = SimpleNamespace(gather_into=gather_into, scatter_from=scatter_badly)
     monkeypatch.setattr(rig.worker._copies, "_copy", badly)
 
 
@@ -44,8 +44,11 @@ def test_zeros_in_place_of_records_change_the_answers(
 ) -> None:
     """If they did not, no other test here would say anything."""
 
-    def zeros(layout: PagedLayout, ids: Sequence[int], sources: Sequence[torch.Tensor]) -> None:
-        scatter(layout, ids, [torch.zeros_like(source) for source in sources])
+    def zeros(
+        layout: PagedLayout, ids: Sequence[int], arena: torch.Tensor, offsets: Sequence[int]
+    ) -> None:
+        nothing = torch.zeros(layout.record_bytes, dtype=torch.uint8)
+        scatter(layout, ids, [nothing for _ in offsets])
 
     with Rig(memory_records=512) as rig:
         assert answers(rig.ask(PROMPTS)) == reference.answers(PROMPTS)
@@ -63,10 +66,12 @@ def test_granted_slots_that_are_zeroed_before_the_copy_change_the_answers(
 ) -> None:
     """And the store sees at the next load that its records are no longer what they were."""
 
-    def wipe(layout: PagedLayout, ids: Sequence[int], sources: Sequence[torch.Tensor]) -> None:
-        for source in sources:
-            source.zero_()
-        scatter(layout, ids, sources)
+    def wipe(
+        layout: PagedLayout, ids: Sequence[int], arena: torch.Tensor, offsets: Sequence[int]
+    ) -> None:
+        for offset in offsets:
+            arena[offset : offset + layout.record_bytes].zero_()
+        scatter_from(layout, ids, arena, offsets)
 
     with Rig(memory_records=512) as rig:
         rig.ask(PROMPTS)

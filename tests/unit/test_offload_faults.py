@@ -21,7 +21,7 @@ from tests.controls import (
     tokens,
 )
 
-from ebbtide.kernels.copy import gather, scatter
+from ebbtide.kernels.copy import gather_into, scatter_from
 from ebbtide.testing import Fault, FaultSlab
 
 if TYPE_CHECKING:
@@ -131,19 +131,19 @@ def test_p39_a_block_that_the_copy_does_not_bring(
     calls = 0
 
     def fails_once(
-        layout: PagedLayout, ids: Sequence[int], sources: Sequence[torch.Tensor]
+        layout: PagedLayout, ids: Sequence[int], arena: torch.Tensor, offsets: Sequence[int]
     ) -> None:
         nonlocal calls
         calls += 1
         if calls == FAILED_BLOCK + 1:
             raise OSError(errno.EIO, "injected: the copy to the device")
-        scatter(layout, ids, sources)
+        scatter_from(layout, ids, arena, offsets)
 
     with Rig() as rig:
         rig.ask([PROMPT])
         rig.forget_device()
         rig.read_one_by_one()
-        broken = SimpleNamespace(gather=gather, scatter=fails_once)
+        broken = SimpleNamespace(gather_into=gather_into, scatter_from=fails_once)
         monkeypatch.setattr(rig.worker._copies, "_copy", broken)
         (output,) = rig.ask([PROMPT])
         assert_recomputed_from_the_failed_block_on(rig, output, reference, "memory", "io_error")
@@ -172,13 +172,15 @@ def test_p39_a_load_that_does_not_end_in_time(
 def test_p39_a_copy_down_that_fails_stores_nothing(
     reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(layout: PagedLayout, ids: Sequence[int], sources: Sequence[torch.Tensor]) -> None:
-        gather(layout, ids[:1], sources[:1])
+    def fails(
+        layout: PagedLayout, ids: Sequence[int], arena: torch.Tensor, offsets: Sequence[int]
+    ) -> None:
+        gather_into(layout, ids[:1], arena, offsets[:1])
         raise OSError(errno.EIO, "injected: the copy from the device")
 
     with Rig() as rig:
         with monkeypatch.context() as patch:
-            broken = SimpleNamespace(gather=fails, scatter=scatter)
+            broken = SimpleNamespace(gather_into=fails, scatter_from=scatter_from)
             patch.setattr(rig.worker._copies, "_copy", broken)
             assert answers(rig.ask([PROMPT])) == reference.answers([PROMPT])
             rig.assert_idle()

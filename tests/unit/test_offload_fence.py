@@ -14,7 +14,8 @@ from tests.scripted import Bench
 from ebbtide.allocator import pack_key
 from ebbtide.connectors.reference.device_pool import ReferencePool
 from ebbtide.connectors.seam import LoadJob, StepMetadata
-from ebbtide.tiers.device import HostCopies, StreamCopies
+from ebbtide.tiers.device import HostCopies
+from ebbtide.tiers.device_streams import StreamCopies
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -16,9 +16,9 @@ from ebbtide.tiers.device import (
     SLICE_MIN_S,
     CopyEnd,
     HostCopies,
-    StreamCopies,
     device_copies,
 )
+from ebbtide.tiers.device_streams import StreamCopies
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -200,3 +200,23 @@ def test_a_worker_that_leaves_keeps_no_arena(
     submit(copies, arena, [2], "late")
     assert copies.close()
     arena.close()
+
+
+def test_an_arena_that_is_closed_stays_mapped_while_copies_may_use_it(
+    layout: PagedLayout, arena: Arena
+) -> None:
+    copies = HostCopies({0: layout})
+    submit(copies, arena, [1], "late")
+    tensor = copies._tensor(arena)
+    arena.close()
+    assert mapped_at(tensor.data_ptr())
+    assert copies.close()
+    address = tensor.data_ptr()
+    del tensor
+    assert not mapped_at(address)
+
+
+def mapped_at(address: int) -> bool:
+    with open("/proc/self/maps", encoding="ascii") as file:
+        spans = [line.split(" ", 1)[0].split("-") for line in file if "ebbtide-arena" in line]
+    return any(int(start, 16) <= address < int(end, 16) for start, end in spans)

@@ -1,0 +1,183 @@
+"""Stage of `ebbtide bench device`: a prefix restored against one computed.
+
+Restored as a whole before the first layer runs, or layer by layer while earlier layers compute.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ebbtide.bench.device_rig import DeviceRig, shuffled
+from ebbtide.connectors.reference.model import ModelConfig
+from ebbtide.connectors.reference.runner import Part, Runner
+from ebbtide.kernels.driver import Order
+from ebbtide.kernels.fragments import Copies, FragmentTable, joined
+from ebbtide.kernels.layout import PagedLayout
+from ebbtide.kernels.methods import TorchCopies
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+BLOCK = 16
+NEW_TOKENS = 16
+SMALL = ModelConfig(
+    hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, ffn_size=128
+)
+FULL = ModelConfig(
+    hidden_size=2048,
+    num_layers=16,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=128,
+    ffn_size=5632,
+    max_position=40960,
+    dtype=torch.bfloat16,
+)
+
+
+class LayerWise:
+    """The caches of a model, of which each is handed out when `arrived` lets it be."""
+
+    def __init__(self, caches: Sequence[torch.Tensor], arrived: Callable[[int], None]) -> None:
+        self._caches, self._arrived = caches, arrived
+
+    def __len__(self) -> int:
+        return len(self._caches)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for number, cache in enumerate(self._caches):
+            self._arrived(number)
+            yield cache
+
+
+def restore(rig: DeviceRig) -> None:
+    """The time until the first token behind a prefix of some lengths, each way."""
+    config = rig.pick(SMALL, FULL)
+    for tokens in rig.pick((64,), (2048, 8192, 32768)):
+        if rig.left_s < 0.1 * rig.budget_s:
+            rig.row("restore.stopped", left_s=rig.left_s)
+            return
+        _Restore(rig, config, tokens).measure()
+
+
+class _Restore:
+    """One length: a runner, its blocks, and the records that they were copied to."""
+
+    def __init__(self, rig: DeviceRig, config: ModelConfig, tokens: int) -> None:
+        self.rig = rig
+        self.tokens = tokens
+        count = tokens // BLOCK
+        self.runner = Runner(
+            config,
+            num_blocks=count + 8,
+            block_size=BLOCK,
+            device=rig.device.type,
+        )
+        draw = torch.Generator().manual_seed(2)
+        prompt = torch.randint(0, config.vocab_size, (tokens + NEW_TOKENS,), generator=draw)
+        self.prompt: list[int] = prompt.tolist()
+        self.blocks = shuffled(count + 8, count + 1)
+        caches = self.runner.kv_caches
+        self.table = FragmentTable.of(PagedLayout.from_tensors(caches, block_dim=1))
+        self.size = self.table.record_bytes
+        self.offsets = [number * self.size for number in range(count)]
+        self.arena = rig.pinned(count * self.size)
+
+    def measure(self) -> None:
+        """Compute once, store, then restore by each method and each way."""
+        rig, count = self.rig, len(self.offsets)
+        expected = self._first_token(self.prompt, 0)
+        recompute_ms = rig.wall_ms(lambda: self._first_token(self.prompt, 0))
+        TorchCopies(self.table).gather(
+            self.blocks[:count], self.arena, self.offsets, stream=rig.stream
+        )
+        rig.synchronize()
+        ways: dict[str, Callable[[], torch.Tensor]] = {
+            f"whole.{name}": lambda method=method: self._whole(method.scatter)  # type: ignore[misc]  # bound now
+            for name, method in rig.methods(self.table).items()
+        }
+        ways["layerwise.engine"] = self._layerwise
+        for way, work in ways.items():
+            for cache in self.runner.kv_caches:
+                cache.zero_()
+            got = work()
+            error = float((got - expected).abs().max() / expected.abs().max())
+            took_ms = rig.wall_ms(work)
+            rig.row(
+                "restore",
+                ok=error < 0.05,
+                way=way,
+                tokens=self.tokens,
+                mib=self.arena.numel() / (1 << 20),
+                took_ms=took_ms,
+                recompute_ms=recompute_ms,
+                times_faster=recompute_ms / took_ms,
+                error=error,
+            )
+
+    def _first_token(self, tokens: list[int], position: int) -> torch.Tensor:
+        return self.runner.execute([Part(tokens, position, [self.blocks])])
+
+    def _behind_prefix(self) -> torch.Tensor:
+        return self._first_token(self.prompt[self.tokens :], self.tokens)
+
+    def _whole(self, scatter: Callable[..., None]) -> torch.Tensor:
+        count = len(self.offsets)
+        scatter(self.blocks[:count], self.arena, self.offsets, stream=self.rig.stream)
+        return self._behind_prefix()
+
+    def _layerwise(self) -> torch.Tensor:
+        """Each layer's fragments on a stream of their own, an event behind each."""
+        per_layer = self._copies_by_layer()
+        arrived = self._copy_at_once(per_layer) if self.rig.dry else self._copy_ahead(per_layer)
+        caches = self.runner.kv_caches
+        self.runner.kv_caches = LayerWise(caches, arrived)  # type: ignore[assignment]  # iterated alone
+        try:
+            return self._behind_prefix()
+        finally:
+            self.runner.kv_caches = caches
+
+    def _copies_by_layer(self) -> list[Copies]:
+        records = self.arena.data_ptr() + np.array(self.offsets, dtype=np.int64)
+        found, place = [], 0
+        for cache in self.runner.kv_caches:
+            table = FragmentTable.of(PagedLayout.from_tensors([cache], block_dim=1))
+            one = table.copies(self.blocks[: len(records)], records + place)
+            found.append(joined(one))
+            place += table.record_bytes
+        return found
+
+    def _copy_at_once(self, per_layer: list[Copies]) -> Callable[[int], None]:
+        def arrived(layer: int) -> None:
+            one = per_layer[layer]
+            self.rig.queue.copy(
+                one.blocks, one.records, one.lengths, stream=self.rig.stream, order=Order.ANY
+            )
+
+        return arrived
+
+    def _copy_ahead(self, per_layer: list[Copies]) -> Callable[[int], None]:
+        from ebbtide.kernels.streams import Event, Stream
+
+        driver = self.rig.queue
+        stream, events = Stream(driver), []
+        before = Event(driver)
+        before.record(self.rig.stream)
+        stream.wait(before)
+        for one in per_layer:
+            driver.copy(one.blocks, one.records, one.lengths, stream=stream.handle, order=Order.ANY)
+            event = Event(driver)
+            event.record(stream.handle)
+            events.append(event)
+        before.close()
+
+        def arrived(layer: int) -> None:
+            driver.call("cuStreamWaitEvent", self.rig.stream, events[layer].handle, 0)
+            events[layer].close()
+            if layer == len(events) - 1:
+                stream.close()
+
+        return arrived

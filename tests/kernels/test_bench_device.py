@@ -1,0 +1,111 @@
+"""`ebbtide bench device --dry`: every stage runs on a CPU, and wrong bytes fail it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.kernels.conftest import HAS_GPU
+
+from ebbtide.bench import device_bench, device_copies
+from ebbtide.errors import ConfigError, TierUnavailableError
+from ebbtide.kernels.copy_engine import EngineCopies
+
+if TYPE_CHECKING:
+    from ebbtide.bench.device_rig import DeviceRig
+
+pytest.importorskip("triton", reason="NO TRITON: kernels are not tested (pip install triton)")
+pytestmark = pytest.mark.skipif(HAS_GPU, reason="here the benchmark itself can run")
+
+
+def options(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", action="store_true")
+    device_bench.add_arguments(parser)
+    return parser.parse_args(["--json", "--dry", *words])
+
+
+def rows(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_every_stage_runs_dry(capsys: pytest.CaptureFixture[str]) -> None:
+    assert device_bench.run(options()) == 0
+    found = rows(capsys)
+    assert all(row["ok"] for row in found)
+    stages = {row["stage"] for row in found}
+    assert {f"{name}.took" for name in device_bench.STAGES} <= stages
+    assert not {stage for stage in stages if stage.endswith((".failed", ".skipped", ".missing"))}
+    assert {row["method"] for row in found if row["stage"] == "exact"} == {
+        "engine",
+        "kernel",
+        "torch",
+    }
+    assert {row["way"] for row in found if row["stage"] == "restore"} == {
+        "whole.engine",
+        "whole.kernel",
+        "whole.torch",
+        "layerwise.engine",
+    }
+
+
+def test_wrong_bytes_fail_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scatter = EngineCopies.scatter
+
+    def late(self: EngineCopies, ids: Any, arena: Any, offsets: Any, **named: Any) -> None:
+        scatter(self, ids, arena, offsets[::-1], **named)
+
+    monkeypatch.setattr(EngineCopies, "scatter", late)
+    assert device_bench.run(options("--only", "exactness")) == 1
+    wrong = [row for row in rows(capsys) if not row["ok"]]
+    assert {row["method"] for row in wrong} == {"engine"}
+
+
+def test_restoring_the_wrong_blocks_fails_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(EngineCopies, "scatter", lambda *given, **named: None)
+    assert device_bench.run(options("--only", "restore")) == 1
+    wrong = [row for row in rows(capsys) if not row["ok"]]
+    assert {row["way"] for row in wrong} == {"whole.engine"}
+
+
+def test_a_stage_that_fails_stops_no_other(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(rig: DeviceRig) -> None:
+        raise TierUnavailableError("No such luck")
+
+    monkeypatch.setitem(device_bench.STAGES, "first_minute", broken)
+    assert device_bench.run(options("--only", "first_minute,ceilings")) == 1
+    found = {row["stage"]: row for row in rows(capsys)}
+    assert "No such luck" in found["first_minute.failed"]["error"]
+    assert found["ceilings.took"]["ok"]
+
+
+def test_a_peer_that_does_not_copy_fails_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(device_copies, "PEER", "ebbtide.bench.no_such_program")
+    assert device_bench.run(options("--only", "first_minute")) == 1
+    found = {row["stage"]: row for row in rows(capsys)}
+    assert not found["peer.copied"]["ok"]
+    assert not found["peer.killed"]["ok"]  # nothing was there to be quiet
+
+
+def test_what_is_left_of_the_budget_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert device_bench.run(options("--only", "ceilings", "--budget", "5")) == 0
+    assert "ceilings.skipped" in {row["stage"] for row in rows(capsys)}
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no such stage"):
+        device_bench.run(options("--only", "everything"))
+    wet = options()
+    wet.dry = False
+    with pytest.raises(TierUnavailableError, match="no GPU"):
+        device_bench.run(wet)

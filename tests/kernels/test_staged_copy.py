@@ -1,0 +1,111 @@
+"""The copy kernel, interpreted under a memory guard (on a GPU: as it is), and the staged copies."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from tests.kernels.checks import (
+    INTERPRETED,
+    EagerQueue,
+    check_copies,
+    guarded,
+)
+from tests.kernels.memory_guard import MemoryFault
+
+from ebbtide.bench.paged_forms import FORMS, Shape, make_pages
+from ebbtide.errors import MisuseError
+from ebbtide.kernels.fragments import FragmentTable
+from ebbtide.kernels.layout import PagedLayout
+from ebbtide.kernels.registration import Registration
+
+pytest.importorskip("triton", reason="NO TRITON: kernels are not tested (pip install triton)")
+
+from ebbtide.kernels import staged_copy  # it needs Triton
+
+if TYPE_CHECKING:
+    from tests.kernels.conftest import StandIn
+
+SHAPE = Shape(layers=2, blocks=7, tokens=4, heads=2, dim=16)
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int8]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_kernel_is_exact_in_every_form(name: str) -> None:
+    check_copies(staged_copy, name, SHAPE, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [16, 5])
+def test_the_kernel_is_exact_in_every_dtype_and_alignment(dtype: torch.dtype, dim: int) -> None:
+    check_copies(staged_copy, "blocks_first_nhd", SHAPE._replace(dim=dim, heads=1), dtype)
+
+
+def test_long_fragments_take_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than a tile, and not a multiple of it."""
+    monkeypatch.setattr(
+        staged_copy.Tile,
+        "of",
+        lambda table: original(table, tile_bytes=256),
+    )
+    check_copies(staged_copy, "mla", SHAPE._replace(dim=36), torch.float16)
+
+
+original = staged_copy.Tile.of
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the fault would end the device's context")
+def test_a_wild_block_id_is_caught_by_the_guard() -> None:
+    pages = make_pages(FORMS["mla"], SHAPE, torch.float16)
+    table = FragmentTable.of(PagedLayout.from_tensors(pages.tensors, block_dim=0))
+    copies = staged_copy.StagedCopies(EagerQueue(), table, staging_bytes=4 * table.record_bytes)
+    with (
+        pytest.raises(Exception, match="load of 8 bytes") as caught,
+        guarded(pages.tensors, [copies.staging]),
+    ):
+        copies.launch([SHAPE.blocks], to_blocks=False)
+    assert isinstance(caught.value, MemoryFault) or isinstance(caught.value.__cause__, MemoryFault)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the queue of this test copies in host memory")
+@pytest.mark.parametrize("name", ["kv_first_nhd", "padded"])
+def test_records_in_an_arena_come_and_go_in_batches(name: str, stand_in: StandIn) -> None:
+    """Five records through staging for two, over an arena that is registered in pieces."""
+    form = FORMS[name]
+    pages, target = (make_pages(form, SHAPE, torch.float16, seed=seed) for seed in (1, 2))
+    tables = [
+        FragmentTable.of(PagedLayout.from_tensors(one.tensors, block_dim=form.block_dim))
+        for one in (pages, target)
+    ]
+    size = tables[0].record_bytes
+    raw = torch.zeros(5 * 4096, dtype=torch.uint8)
+    arena = raw[-raw.data_ptr() % 4096 :][: 4 * 4096]
+    registration = Registration(
+        stand_in.driver(), arena.data_ptr(), arena.numel(), piece_bytes=4096
+    )
+    ids, offsets = [6, 1, 0, 3, 2], [3000, 0, size, 3000 + size, 12000]
+    down, up = (
+        staged_copy.StagedCopies(EagerQueue(), table, staging_bytes=2 * size + 1)
+        for table in tables
+    )
+    down.gather(ids, arena, offsets, stream=5, registration=registration)
+    for block, offset in zip(ids, offsets, strict=True):
+        assert torch.equal(arena[offset : offset + size], pages.record(block))
+    assert arena.count_nonzero() <= 5 * size
+    up.scatter(ids, arena, offsets, stream=5, registration=registration)
+    for block in ids:
+        assert torch.equal(target.record(block), pages.record(block))
+    assert not torch.equal(target.record(4), pages.record(4))
+    registration.close()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    pages = make_pages(FORMS["mla"], SHAPE, torch.float16)
+    table = FragmentTable.of(PagedLayout.from_tensors(pages.tensors, block_dim=0))
+    copies = staged_copy.StagedCopies(EagerQueue(), table)
+    arena = torch.zeros(4 * table.record_bytes, dtype=torch.uint8)
+    with pytest.raises(MisuseError, match="outside the registered"):
+        copies.gather([7], arena, [0], stream=5)
+    with pytest.raises(MisuseError, match="outside the arena"):
+        copies.scatter([0], arena, [3 * table.record_bytes + 1], stream=5)
