@@ -19,7 +19,7 @@ from ebbtide.kernels.layout import PagedLayout
 from ebbtide.kernels.methods import TorchCopies
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
 BLOCK = 16
 NEW_TOKENS = 16
@@ -47,10 +47,9 @@ class LayerWise:
     def __len__(self) -> int:
         return len(self._caches)
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        for number, cache in enumerate(self._caches):
-            self._arrived(number)
-            yield cache
+    def __getitem__(self, number: int) -> torch.Tensor:
+        self._arrived(number)
+        return self._caches[number]
 
 
 def restore(rig: DeviceRig) -> None:
@@ -134,7 +133,7 @@ class _Restore:
         per_layer = self._copies_by_layer()
         arrived = self._copy_at_once(per_layer) if self.rig.dry else self._copy_ahead(per_layer)
         caches = self.runner.kv_caches
-        self.runner.kv_caches = LayerWise(caches, arrived)  # type: ignore[assignment]  # iterated alone
+        self.runner.kv_caches = LayerWise(caches, arrived)  # type: ignore[assignment]  # indexed alone
         try:
             return self._behind_prefix()
         finally:

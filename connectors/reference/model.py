@@ -275,10 +275,11 @@ def _sight(
     like: torch.Tensor,
     kv_caches: Sequence[torch.Tensor],
 ) -> _Sight:
-    first, block_size = 0, kv_caches[0].shape[2]
+    first, context_len = 0, part.context_len
     if window_tokens is not None:
-        first = max(0, part.context_len - part.length - window_tokens + 1) // block_size
-    context_len = part.context_len - first * block_size
+        block_size = kv_caches[0].shape[2]
+        first = max(0, context_len - part.length - window_tokens + 1) // block_size
+        context_len -= first * block_size
     mask = None
     if 1 < part.length < context_len or (window_tokens is not None and context_len > window_tokens):
         mask = causal_mask(part.length, context_len, like, window_tokens)
