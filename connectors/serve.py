@@ -6,30 +6,27 @@ import argparse
 import asyncio
 import logging
 import os
-import sys
 import threading
 from typing import TYPE_CHECKING
 
 from ebbtide.config import check_fits, load_config
+from ebbtide.connectors.announce import Announcer, describe_store
 from ebbtide.connectors.endpoint import Endpoint
 from ebbtide.connectors.server import AsyncioRuntime, StoreServer
+from ebbtide.connectors.systemd import Notifier
 from ebbtide.errors import ConfigError, EbbtideError
 from ebbtide.tiers.opening import OpenStore
 from ebbtide.tiers.runtime import POPULATE, READ, WRITE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ebbtide.config import Config
-
-_log = logging.getLogger("ebbtide.serve")
 
 PREDECESSOR_GRACE_S = 5.0  # beyond its drain timeout, for a store that is just ending
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
-    parser.add_argument("--config", metavar="FILE", help="TOML configuration")
+    parser.add_argument("--config", metavar="FILE", help="TOML configuration (or EBBTIDE_CONFIG)")
     parser.add_argument("--extra", metavar="JSON", help="settings that override all others")
     parser.add_argument("--private", action="store_true", help="end with the last engine")
     parser.add_argument("--ready-fd", type=int, metavar="FD", help=argparse.SUPPRESS)
@@ -37,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until told to stop. 0 when everything was drained to disk, else 1."""
-    starter = _Starter(args.ready_fd)
+    notifier = Notifier()
+    announcer = Announcer(args.ready_fd, None if args.private else notifier)
     try:
         config = load_config(args.extra, file=args.config).config
         if config.socket is None:
@@ -48,23 +46,23 @@ def run(args: argparse.Namespace) -> int:
         # Taken first and given back last: a successor opens nothing that we still hold.
         endpoint = Endpoint(config.socket, config.limits.drain_timeout_s + PREDECESSOR_GRACE_S)
         try:
-            clean = asyncio.run(_serve(config, endpoint, starter.ready, private=args.private))
+            clean = asyncio.run(_serve(config, endpoint, announcer, private=args.private))
         finally:
             endpoint.close()
     except EbbtideError as error:
-        starter.refused(error)
+        announcer.refused(error)
         raise
+    announcer.stopped(clean)
     if not clean:
         # I/O threads may hang on a device; to wait for them is to hang too. What is on disk is
         # whole at any moment, so to leave now costs only what was not yet written.
-        _log.warning("the store ends without having written everything")
         logging.shutdown()
         os._exit(1)
     return 0
 
 
 async def _serve(
-    config: Config, endpoint: Endpoint, ready: Callable[[], None], *, private: bool
+    config: Config, endpoint: Endpoint, announcer: Announcer, *, private: bool
 ) -> bool:
     disk, limits = config.disk, config.limits
     threads = {READ: disk.read_threads, WRITE: disk.write_threads} if disk else {}
@@ -80,13 +78,13 @@ async def _serve(
             drain_timeout_s=limits.drain_timeout_s,
             connections_max=limits.connections_max,
             frame_bytes_max=limits.frame_max_bytes,
+            on_stopping=lambda: announcer.stopping(limits.drain_timeout_s),
         )
         if opened.open_disk is not None:
             opened.open_disk.directory.name_socket(endpoint.path)
         if config.memory.populate:
             _populate(opened, runtime, ending)
-        _announce(opened, config)
-        ready()
+        announcer.ready(describe_store(config, opened.open_disk))
         clean = await server.run()
         hurried = not clean
         return clean
@@ -106,44 +104,3 @@ def _populate(opened: OpenStore, runtime: AsyncioRuntime, ending: threading.Even
             arena.populate(*step)
 
     runtime.start(POPULATE, populate, arena.populate_steps(), lambda outcomes: None)
-
-
-def _announce(opened: OpenStore, config: Config) -> None:
-    disk = opened.open_disk
-    if disk is None:
-        _log.info("store ready: memory %d bytes, no disk tier", config.memory.capacity_bytes)
-        return
-    _log.info(
-        "store ready: memory %d bytes, disk %d bytes in %s (%s), %d records found, last stop %s",
-        config.memory.capacity_bytes,
-        disk.tier.space.capacity_bytes,
-        disk.directory.path,
-        "direct I/O" if disk.direct else "buffered I/O",
-        disk.tier.records,
-        "clean" if disk.was_clean else "not clean",
-    )
-
-
-class _Starter:
-    """The process that started this one and waits for a line: "ready", or why not."""
-
-    def __init__(self, fd: int | None) -> None:
-        self._fd = fd
-
-    def ready(self) -> None:
-        """The store accepts connections."""
-        self._tell("ready")
-
-    def refused(self, error: EbbtideError) -> None:
-        """The store will not start. No-op when it has."""
-        self._tell(f"{type(error).__name__} {' '.join(str(error).split())}")
-
-    def _tell(self, line: str) -> None:
-        if self._fd is None:
-            return
-        fd, self._fd = self._fd, None
-        try:
-            os.write(fd, f"{line}\n".encode())
-        except OSError:
-            sys.stderr.write("ebbtide: the process that started this store is gone\n")
-        os.close(fd)

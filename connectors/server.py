@@ -210,6 +210,7 @@ class StoreServer:
         drain_timeout_s: float,
         connections_max: int = 256,
         frame_bytes_max: int = wire.FRAME_BYTES_MAX,
+        on_stopping: Callable[[], None] = lambda: None,
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.store = store
@@ -229,6 +230,7 @@ class StoreServer:
         self._connections: set[_Connection] = set()
         self._stopping = self.loop.create_future()
         self._listener = listener
+        self._on_stopping = on_stopping  # called once, before the drain
         self.loop.set_exception_handler(self._callback_failed)
         for number in _STOP_SIGNALS:
             self.loop.add_signal_handler(number, self.stop)
@@ -247,6 +249,7 @@ class StoreServer:
         drained: asyncio.Future[bool] = self.loop.create_future()
         for number in _STOP_SIGNALS:
             self.loop.add_signal_handler(number, _set, drained, False)
+        self._on_stopping()
         for connection in list(self._connections):
             connection.close()
         self.store.drain(self._drain_timeout_s, lambda ok: _set(drained, ok))
