@@ -1,4 +1,4 @@
-"""What a store's process says of itself: to its terminal, to its starter, to its service manager."""
+"""What a store's process says of itself: to its terminal, its starter and its service manager."""
 
 from __future__ import annotations
 

@@ -183,9 +183,10 @@ def test_nothing_stays_in_shared_memory_or_the_temporary_folder(
     if number != signal.SIGKILL:
         names = {path.name for path in house.directory.iterdir()} - {"log", "store.toml", "tmp"}
         assert names == {"disk", "s.lock"}
-    store = serve_process(house, house.directory / "store.toml")
+    serve_process(house, house.directory / "store.toml")
     how = "not clean" if number == signal.SIGKILL else "clean"
-    eventually(lambda: f"last stop {how}\n" in house.log_text())
+    eventually(lambda: house.log_text().count("store ready") == 2)
+    assert f"last stop {how}\n" in house.log_text().split("store ready")[2]
 
 
 def test_a_stop_that_was_cut_short_leaves_no_clean_mark(house: House) -> None:
