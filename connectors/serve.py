@@ -21,6 +21,8 @@ from ebbtide.tiers.runtime import POPULATE, READ, WRITE
 if TYPE_CHECKING:
     from ebbtide.config import Config
 
+_log = logging.getLogger("ebbtide.serve")
+
 PREDECESSOR_GRACE_S = 5.0  # beyond its drain timeout, for a store that is just ending
 
 
@@ -43,8 +45,11 @@ def run(args: argparse.Namespace) -> int:
                 "A store needs a socket", next_step='Set `socket = "/path/to/socket"`.'
             )
         check_fits(config)
+        if config.server.allow_uids and config.server.socket_group is None:
+            _log.warning("server.allow_uids lets nobody in whom the socket's mode 0600 keeps out")
         # Taken first and given back last: a successor opens nothing that we still hold.
-        endpoint = Endpoint(config.socket, config.limits.drain_timeout_s + PREDECESSOR_GRACE_S)
+        patience_s = config.limits.drain_timeout_s + PREDECESSOR_GRACE_S
+        endpoint = Endpoint(config.socket, patience_s, config.server.socket_group)
         try:
             clean = asyncio.run(_serve(config, endpoint, announcer, private=args.private))
         finally:
@@ -75,6 +80,7 @@ async def _serve(
             opened.store,
             endpoint.listen(),
             private=private,
+            allow_uids=config.server.allow_uids,
             drain_timeout_s=limits.drain_timeout_s,
             connections_max=limits.connections_max,
             frame_bytes_max=limits.frame_max_bytes,

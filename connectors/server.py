@@ -12,14 +12,14 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.connectors import protocol as wire
-from ebbtide.connectors.endpoint import Process, has_exited, peer_process, trusted
+from ebbtide.connectors.endpoint import Process, has_exited, peer_process, peer_uid, trusted
 from ebbtide.connectors.session import Session, failure_of
-from ebbtide.errors import ProtocolError
+from ebbtide.errors import AccessDeniedError, EbbtideError, NoSpaceError, ProtocolError
 from ebbtide.tiers.runtime import ThreadRuntime, Timer
 from ebbtide.tiers.supervisor import supervised
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from ebbtide.tiers.store import Store
 
@@ -29,6 +29,7 @@ RECEIVE_BYTES = 64 << 10
 OUTBOX_BYTES_MAX = 4 * wire.FRAME_BYTES_MAX  # a client that does not read is cut off
 FIRST_ENGINE_TIMEOUT_S = 60.0
 DRAIN_GRACE_S = 1.0
+REFUSALS_LOG_INTERVAL_S = 1.0
 ACCEPT_PAUSE_S = 1.0  # after this process has run out of descriptors
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -208,6 +209,7 @@ class StoreServer:
         *,
         private: bool,
         drain_timeout_s: float,
+        allow_uids: Collection[int] = (),
         connections_max: int = 256,
         frame_bytes_max: int = wire.FRAME_BYTES_MAX,
         on_stopping: Callable[[], None] = lambda: None,
@@ -225,11 +227,13 @@ class StoreServer:
         )
         self._private = private
         self._drain_timeout_s = drain_timeout_s
+        self._allow_uids = frozenset(allow_uids)
         self._connections_max = connections_max
         self._engines: dict[bytes, _Engine] = {}
         self._connections: set[_Connection] = set()
         self._stopping = self.loop.create_future()
         self._listener = listener
+        self._silent_until = 0.0
         self._on_stopping = on_stopping  # called once, before the drain
         self.loop.set_exception_handler(self._callback_failed)
         for number in _STOP_SIGNALS:
@@ -331,14 +335,36 @@ class StoreServer:
                 self.loop.call_later(ACCEPT_PAUSE_S, self._listen)
             return
         peer.setblocking(False)
-        if not trusted(peer):
-            _log.warning("A connection of another user was refused")
-            peer.close()
+        if not trusted(peer, self._allow_uids):
+            uid = peer_uid(peer)
+            self._turn_away(
+                peer,
+                AccessDeniedError(
+                    "The store does not serve this user",
+                    next_step=f"Add {uid} to [server] allow_uids of the store, and restart it.",
+                    uid=uid,
+                ),
+            )
         elif len(self._connections) >= self._connections_max:
-            _log.warning("Too many connections: one was refused")
-            peer.close()
+            self._turn_away(
+                peer,
+                NoSpaceError(
+                    "The store has as many connections as it may",
+                    next_step="Raise [limits] connections_max of the store.",
+                    connections_max=self._connections_max,
+                ),
+            )
         else:
             self._connections.add(_Connection(self, peer))
+
+    def _turn_away(self, peer: socket.socket, error: EbbtideError) -> None:
+        """Say why, as far as it can be said without waiting, and close."""
+        if self.loop.time() >= self._silent_until:  # whoever is refused may try very often
+            self._silent_until = self.loop.time() + REFUSALS_LOG_INTERVAL_S
+            _log.warning("A connection was refused: %s", error)
+        with contextlib.suppress(OSError):
+            peer.send(wire.encode(0, failure_of(error)))
+        peer.close()
 
     def _callback_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         self.count_fault()

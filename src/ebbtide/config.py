@@ -39,6 +39,7 @@ from ebbtide.config_schema import (
     Kind,
     LimitsConfig,
     MemoryConfig,
+    ServerConfig,
 )
 from ebbtide.errors import ConfigError
 from ebbtide.sizes import exact_duration, exact_size, parse_duration, parse_size
@@ -52,6 +53,7 @@ __all__ = [
     "LoadedConfig",
     "MemoryConfig",
     "Origin",
+    "ServerConfig",
     "capacity_table",
     "check_consistent",
     "check_disk_fits",
@@ -72,6 +74,9 @@ RESERVED = frozenset(
 TEST_PREFIX = PREFIX + "TEST_"  # how long a test runs: never a setting
 # Old spelling -> present spelling, both as paths. An old one still works, with one warning.
 RENAMED: dict[str, str] = {}
+
+
+Written = str | int | float | bool | list[int] | None  # as a configuration spells a value
 
 
 class Door(StrEnum):
@@ -221,11 +226,21 @@ def _from_engine(extra: Mapping[str, object] | str) -> dict[str, _Given]:
     return _flatten(tree, origin)
 
 
+def parse_list(text: str) -> list[str]:
+    """Return the parts of "1000, 1001", or of "[1000, 1001]"."""
+    inside = text.strip().removeprefix("[").removesuffix("]")
+    return [part.strip() for part in inside.split(",")] if inside.strip() else []
+
+
 def _convert(field: Field, given: _Given) -> object:
     """Return the value as the program uses it. Raises `ConfigError` that names path and door."""
     value = given.value
+    # Everything in the environment is text; in the other doors a quoted number is a mistake.
+    text_only = given.origin.door is Door.ENVIRONMENT
     try:
-        if field.kind is not Kind.PLAIN:
+        if field.kind is Kind.LIST and text_only:
+            value = parse_list(str(value))
+        elif field.kind in (Kind.SIZE, Kind.DURATION):
             if not isinstance(value, str):
                 example = "8GiB" if field.kind is Kind.SIZE else "250ms"
                 raise ConfigError(
@@ -233,8 +248,6 @@ def _convert(field: Field, given: _Given) -> object:
                     next_step=f"Write a number and a unit as text, like {example!r}",
                 )
             value = parse_size(value) if field.kind is Kind.SIZE else parse_duration(value)
-        # Everything in the environment is text; in the other doors a quoted number is a mistake.
-        text_only = given.origin.door is Door.ENVIRONMENT
         return msgspec.convert(value, field.type, strict=not text_only)
     except msgspec.ValidationError as error:
         raise ConfigError(
@@ -310,14 +323,14 @@ def _assemble(fields: Mapping[str, Field], values: Mapping[str, Any]) -> Config:
     return Config(**top)
 
 
-def written_value(config: Config, path: str) -> str | int | float | bool | None:
+def written_value(config: Config, path: str) -> Written:
     """Return the value at `path` as a configuration spells it: sizes and durations as text."""
     field = FIELDS[path]
     section = path.rpartition(".")[0]
     value = getattr(getattr(config, section) if section else config, field.attribute)
     if field.kind is Kind.SIZE:
         return exact_size(value)
-    written: str | int | float | bool | None = (
-        exact_duration(value) if field.kind is Kind.DURATION else value
-    )
+    if field.kind is Kind.LIST:
+        return list(value)
+    written: Written = exact_duration(value) if field.kind is Kind.DURATION else value
     return written

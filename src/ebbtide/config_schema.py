@@ -119,6 +119,22 @@ class LimitsConfig(Section, frozen=True, kw_only=True):
     ] = 128 * MIB
 
 
+UID_MAX = 2**32 - 2  # the highest number means "no user"
+
+
+class ServerConfig(Section, frozen=True, kw_only=True):
+    """Who may be at the other end of the socket. Both ends read it: neither trusts a stranger."""
+
+    allow_uids: Annotated[
+        tuple[Annotated[int, Meta(ge=0, le=UID_MAX)], ...],
+        Meta(description="Users, by number, that are trusted besides one's own and root."),
+    ] = ()
+    socket_group: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(description="Group, by name or number, that may open the socket; unset: nobody else."),
+    ] = None
+
+
 class ConnectorConfig(Section, frozen=True, kw_only=True):
     """What the halves in an engine do. The store reads none of it."""
 
@@ -169,6 +185,7 @@ class Config(Section, frozen=True, kw_only=True):
     ] = None
     disk: DiskConfig | None = None
     limits: LimitsConfig = LimitsConfig()
+    server: ServerConfig = ServerConfig()
     connector: ConnectorConfig = ConnectorConfig()
 
 
@@ -178,6 +195,7 @@ class Kind(Enum):
     PLAIN = "as it is"
     SIZE = "a size"
     DURATION = "a duration"
+    LIST = "a list"
 
 
 class Field(NamedTuple):
@@ -195,6 +213,7 @@ SECTIONS: Mapping[str, type[Section]] = {
     "memory": MemoryConfig,
     "disk": DiskConfig,
     "limits": LimitsConfig,
+    "server": ServerConfig,
     "connector": ConnectorConfig,
 }
 
@@ -223,7 +242,9 @@ DERIVED: Mapping[str, Derived] = {
 }
 
 
-def _kind(attribute: str) -> Kind:
+def _kind(attribute: str, default: object) -> Kind:
+    if isinstance(default, tuple):
+        return Kind.LIST
     if attribute.endswith("_bytes"):
         return Kind.SIZE
     return Kind.DURATION if attribute.endswith("_s") else Kind.PLAIN
@@ -239,7 +260,7 @@ def _fields_of(struct: type[Section], prefix: str) -> list[Field]:
             Field(
                 path=prefix + info.encode_name,
                 attribute=info.name,
-                kind=_kind(info.name),
+                kind=_kind(info.name, info.default),
                 type=info.type,
                 default=info.default,
                 doc=documented[0].description or "" if documented else "",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import configparser
 import contextlib
 import os
@@ -141,8 +142,13 @@ def test_the_unit_starts_what_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     assert service["Type"] == "notify"
     program, *words = shlex.split(service["ExecStart"])
     assert os.path.basename(program) == "ebbtide"
-    seen = []
-    monkeypatch.setattr(serve, "run", lambda args: seen.append(args) or 0)
+    seen: list[argparse.Namespace] = []
+
+    def run(args: argparse.Namespace) -> int:
+        seen.append(args)
+        return 0
+
+    monkeypatch.setattr(serve, "run", run)
     assert cli.main(words) == 0
     assert (seen[0].config, seen[0].private) == ("/etc/ebbtide/store.toml", False)
     assert service["RuntimeDirectoryMode"] == service["CacheDirectoryMode"] == "0700"

@@ -73,7 +73,23 @@ def test_the_defaults_are_those_of_the_design() -> None:
         "store_timeout_s": 5.0,
         "weights_revision": None,
     }
+    assert msgspec.structs.asdict(config.server) == {"allow_uids": (), "socket_group": None}
     assert config.socket is None
+
+
+def test_a_list_is_a_list_in_each_door_and_parts_with_commas_in_a_variable(tmp_path: Path) -> None:
+    file = tmp_path / "ebbtide.toml"
+    file.write_text('[memory]\ncapacity = "8GiB"\n[server]\nallow_uids = [7, 8]\n')
+    assert load_config(None, {}, file).config.server.allow_uids == (7, 8)
+    for text, uids in (("9", (9,)), (" 9, 10 ", (9, 10)), ("[11,12]", (11, 12)), ("", ())):
+        environ = {"EBBTIDE_SERVER__ALLOW_UIDS": text}
+        config = load_config(None, environ, file).config
+        assert config.server.allow_uids == uids
+        assert written_value(config, "server.allow_uids") == list(uids)
+    for wrong in ("nobody", "-1", "1,,2", "4294967295"):
+        assert "server.allow_uids" in refusal(MEMORY, {"EBBTIDE_SERVER__ALLOW_UIDS": wrong})
+    assert "server.allow_uids" in refusal(MEMORY | {"server": {"allow_uids": "7"}})
+    assert "server.allow_uids" in refusal(MEMORY | {"server": {"allow_uids": ["7"]}})
 
 
 def test_derived_defaults_follow_small_capacities() -> None:
@@ -178,7 +194,7 @@ def test_every_field_is_documented_and_has_a_variable_that_reaches_it(path: str)
     assert field.doc.endswith(".")
     loaded = load_config(MEMORY | DISK, {})
     value = written_value(loaded.config, path)
-    text = {True: "true", None: "/run/s"}.get(value, str(value))  # type: ignore[arg-type]
+    text = "true" if value is True else "/run/s" if value is None else str(value)
     environ = {
         "EBBTIDE_MEMORY__CAPACITY": "8GiB",
         "EBBTIDE_DISK__PATH": "/cache",
@@ -203,6 +219,7 @@ def test_units_are_in_the_names_of_all_fields_that_have_one() -> None:
         "disk.write_threads",
         "limits.ghost_entries",
         "limits.connections_max",
+        "server.socket_group",
         "connector.stores",
         "connector.prompt_only",
         "connector.always_load",
