@@ -78,9 +78,11 @@ class Announcer:
         os.close(fd)
 
 
-def describe_store(config: Config, disk: OpenDisk | None) -> str:
+def describe_store(config: Config, disk: OpenDisk | None, url: str | None = None) -> str:
     """What is served and where, in one line."""
     words = [f"socket {config.socket}", f"memory {format_size(config.memory.capacity_bytes)}"]
+    if url is not None:
+        words.insert(1, f"HTTP {url}")
     if disk is None:
         return ", ".join([*words, "no disk tier"])
     return ", ".join(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 import threading
@@ -19,7 +20,8 @@ from ebbtide.tiers.opening import OpenStore
 from ebbtide.tiers.runtime import POPULATE, READ, WRITE
 
 if TYPE_CHECKING:
-    from ebbtide.config import Config
+    from ebbtide.config import Config, HttpConfig
+    from ebbtide.connectors.http.listener import HttpListener
 
 _log = logging.getLogger("ebbtide.serve")
 
@@ -50,10 +52,12 @@ def run(args: argparse.Namespace) -> int:
         # Taken first and given back last: a successor opens nothing that we still hold.
         patience_s = config.limits.drain_timeout_s + PREDECESSOR_GRACE_S
         endpoint = Endpoint(config.socket, patience_s, config.server.socket_group)
-        try:
-            clean = asyncio.run(_serve(config, endpoint, announcer, private=args.private))
-        finally:
-            endpoint.close()
+        with contextlib.ExitStack() as last:
+            last.callback(endpoint.close)
+            http = None if config.http is None else _bind_http(config.http)
+            if http is not None:
+                last.callback(http.close)
+            clean = asyncio.run(_serve(config, endpoint, http, announcer, private=args.private))
     except EbbtideError as error:
         announcer.refused(error)
         raise
@@ -67,7 +71,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _serve(
-    config: Config, endpoint: Endpoint, announcer: Announcer, *, private: bool
+    config: Config,
+    endpoint: Endpoint,
+    http: HttpListener | None,
+    announcer: Announcer,
+    *,
+    private: bool,
 ) -> bool:
     disk, limits = config.disk, config.limits
     threads = {READ: disk.read_threads, WRITE: disk.write_threads} if disk else {}
@@ -90,15 +99,30 @@ async def _serve(
             opened.open_disk.directory.name_socket(endpoint.path)
         if config.memory.populate:
             _populate(opened, runtime, ending)
-        announcer.ready(describe_store(config, opened.open_disk))
+        if http is not None:
+            http.start(server)
+        announcer.ready(describe_store(config, opened.open_disk, http.url if http else None))
         clean = await server.run()
         hurried = not clean
+        if http is not None:
+            await http.stop()
         return clean
     finally:
         ending.set()
         if not hurried:
             runtime.close()
             opened.close(clean)
+
+
+def _bind_http(config: HttpConfig) -> HttpListener:
+    try:
+        from ebbtide.connectors.http.listener import HttpListener
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"HTTP needs the package {error.name}",
+            next_step="Run: pip install 'ebbtide[http]', or leave [http] out.",
+        ) from error
+    return HttpListener(config)
 
 
 def _populate(opened: OpenStore, runtime: AsyncioRuntime, ending: threading.Event) -> None:

@@ -9,11 +9,13 @@ import logging
 import os
 import signal
 import socket
+import time
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.connectors import protocol as wire
 from ebbtide.connectors.endpoint import Process, has_exited, peer_process, peer_uid, trusted
 from ebbtide.connectors.session import Session, failure_of
+from ebbtide.connectors.traffic import Traffic
 from ebbtide.errors import AccessDeniedError, EbbtideError, NoSpaceError, ProtocolError
 from ebbtide.tiers.runtime import ThreadRuntime, Timer
 from ebbtide.tiers.supervisor import supervised
@@ -116,6 +118,7 @@ class _Connection:
         if not size:
             self.close()
             return
+        read_at = time.perf_counter()
         try:
             messages = self._decoder.feed(inbox[:size])
         except ProtocolError as error:
@@ -128,6 +131,7 @@ class _Connection:
                 self._server.count_fault()
                 if message.answered:
                     self.send(ticket, FAULT)
+            self._server.traffic.handled(message, time.perf_counter() - read_at)
 
     def _take(self, ticket: int, message: wire.Message) -> None:
         try:
@@ -140,6 +144,7 @@ class _Connection:
 
     def _refuse(self, error: ProtocolError) -> None:
         _log.warning("A connection ends: %s", error)
+        self._server.traffic.refused["protocol"] += 1
         self.send(0, failure_of(error))
         self.close()
 
@@ -216,6 +221,7 @@ class StoreServer:
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.store = store
+        self.traffic = Traffic()
         self.inbox = memoryview(bytearray(RECEIVE_BYTES))
         self.welcome = wire.Welcome(
             store=os.urandom(16),
@@ -266,6 +272,40 @@ class StoreServer:
                 os.close(pidfd)
         self._engines.clear()
         return clean
+
+    @property
+    def is_stopping(self) -> bool:
+        """No connection is accepted any more."""
+        return self._stopping.done()
+
+    @property
+    def connections(self) -> int:
+        """Open ones, greeted or not."""
+        return len(self._connections)
+
+    @property
+    def engines(self) -> int:
+        """Engines with a connection, or with a process that maps the arena."""
+        return len(self._engines)
+
+    @property
+    def runtime_faults(self) -> int:
+        """Completions of the store that raised."""
+        return getattr(self.store.runtime, "faults", 0)
+
+    def stats(self) -> dict[str, object]:
+        """The store's numbers, and those of its socket."""
+        traffic = self.traffic
+        return {
+            **self.store.stats(),
+            "server": {
+                "connections": self.connections,
+                "engines": self.engines,
+                "accepted": traffic.connections,
+                "refused": dict(traffic.refused),
+                "requests": dict(traffic.requests),
+            },
+        }
 
     def stop(self) -> None:
         """Stop serving and drain. Idempotent."""
@@ -337,6 +377,7 @@ class StoreServer:
         peer.setblocking(False)
         if not trusted(peer, self._allow_uids):
             uid = peer_uid(peer)
+            self.traffic.refused["user"] += 1
             self._turn_away(
                 peer,
                 AccessDeniedError(
@@ -346,6 +387,7 @@ class StoreServer:
                 ),
             )
         elif len(self._connections) >= self._connections_max:
+            self.traffic.refused["full"] += 1
             self._turn_away(
                 peer,
                 NoSpaceError(
@@ -355,6 +397,7 @@ class StoreServer:
                 ),
             )
         else:
+            self.traffic.connections += 1
             self._connections.add(_Connection(self, peer))
 
     def _turn_away(self, peer: socket.socket, error: EbbtideError) -> None:

@@ -355,6 +355,9 @@ class Store:
         the old tier lost is dirty in memory again, and is written. O(namespaces).
         """
         assert self.mover is not None
+        assert self.disk is not None
+        disk.go_on_counting(self.disk)
+        self.counts["disk_reopened"] += 1
         self.disk = disk
         self._listen(disk)
         self.mover.replace_disk(disk)
@@ -407,6 +410,7 @@ class Store:
         """A verified record arrived from disk; the disk copy stays."""
         self.memory.publish(record, on_disk.digest, None)
         self.counts["promoted"] += 1
+        self.counts["promoted_bytes"] += record.stride
         self._event("stored", record.epoch, record.key, Place.MEMORY)
 
     def promotion_failed(self, record: MemoryRecord, reason: Miss) -> None:
@@ -464,6 +468,7 @@ class Store:
         self.memory.unpin(record)
         self.ghosts.forget(record.epoch, record.key)
         self.counts["stored"] += 1
+        self.counts["stored_bytes"] += record.length
         self._event("stored", record.epoch, record.key, Place.MEMORY)
 
     # -- inside ---------------------------------------------------------------------------------

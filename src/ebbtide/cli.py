@@ -64,9 +64,9 @@ VERBS = {
 # Which extra of the distribution brings a package that a verb may miss.
 EXTRAS = {
     "torch": "torch",
-    "starlette": "daemon",
-    "uvicorn": "daemon",
-    "prometheus_client": "daemon",
+    "starlette": "http",
+    "uvicorn": "http",
+    "prometheus_client": "http",
 }
 
 

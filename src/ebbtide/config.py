@@ -31,11 +31,13 @@ from ebbtide.config_checks import (
 from ebbtide.config_schema import (
     DERIVED,
     FIELDS,
+    OPTIONAL_SECTIONS,
     SECTIONS,
     Config,
     ConnectorConfig,
     DiskConfig,
     Field,
+    HttpConfig,
     Kind,
     LimitsConfig,
     MemoryConfig,
@@ -49,6 +51,7 @@ __all__ = [
     "ConnectorConfig",
     "DiskConfig",
     "Door",
+    "HttpConfig",
     "LimitsConfig",
     "LoadedConfig",
     "MemoryConfig",
@@ -69,7 +72,7 @@ _log = logging.getLogger(__name__)
 PREFIX = "EBBTIDE_"
 # Variables with our prefix that are no configuration: the file, the log level, and test data.
 RESERVED = frozenset(
-    PREFIX + name for name in ("CONFIG", "LOG", "GOLDEN", "TRACES", "ORACLE_TRACES")
+    PREFIX + name for name in ("CONFIG", "LOG", "HTTP_TOKEN", "GOLDEN", "TRACES", "ORACLE_TRACES")
 )
 TEST_PREFIX = PREFIX + "TEST_"  # how long a test runs: never a setting
 # Old spelling -> present spelling, both as paths. An old one still works, with one warning.
@@ -284,10 +287,9 @@ def load_config(
     if extra is not None:
         given.update(_from_engine(extra))
 
-    has_disk = any(path.startswith("disk.") for path in given)
-    fields = {
-        path: field for path, field in FIELDS.items() if has_disk or not path.startswith("disk.")
-    }
+    sections = {path.partition(".")[0] for path in given}
+    absent = [name for name in OPTIONAL_SECTIONS if name not in sections]
+    fields = {path: field for path, field in FIELDS.items() if path.partition(".")[0] not in absent}
     # What is there is judged before what is missing.
     values: dict[str, Any] = {path: _convert(fields[path], value) for path, value in given.items()}
     origins: dict[str, Origin] = {}

@@ -19,6 +19,7 @@ from ebbtide.config_schema import (
     VLLM_ROLES,
     Kind,
 )
+from ebbtide.connectors.http.token import read_token
 from ebbtide.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -195,6 +196,8 @@ def run(args: argparse.Namespace) -> int:
         config = load_config(environ=os.environ, file=args.file).config
         if not args.any_machine:
             check_fits(config)
+            if config.http is not None:
+                read_token(config.http)
         print(f"{args.file}: ok")
         return 0
     loaded = load_config(environ=os.environ, file=args.file)

@@ -135,6 +135,19 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     ] = None
 
 
+class HttpConfig(Section, frozen=True, kw_only=True):
+    """Probes and numbers over HTTP. Absent as a whole when no port is given."""
+
+    port: Annotated[int, Meta(ge=0, le=65_535, description="TCP port; 0: one that is free.")]
+    host: Annotated[
+        str, Meta(min_length=1, description="Address to listen on; not loopback: needs a token.")
+    ] = "127.0.0.1"
+    token_file: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(description="File with the token that /metrics and /stats want; unset: none."),
+    ] = None
+
+
 class ConnectorConfig(Section, frozen=True, kw_only=True):
     """What the halves in an engine do. The store reads none of it."""
 
@@ -186,6 +199,7 @@ class Config(Section, frozen=True, kw_only=True):
     disk: DiskConfig | None = None
     limits: LimitsConfig = LimitsConfig()
     server: ServerConfig = ServerConfig()
+    http: HttpConfig | None = None
     connector: ConnectorConfig = ConnectorConfig()
 
 
@@ -214,8 +228,12 @@ SECTIONS: Mapping[str, type[Section]] = {
     "disk": DiskConfig,
     "limits": LimitsConfig,
     "server": ServerConfig,
+    "http": HttpConfig,
     "connector": ConnectorConfig,
 }
+
+
+OPTIONAL_SECTIONS = ("disk", "http")  # there when a value of theirs is given
 
 
 class Derived(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import configparser
 import contextlib
 import os
@@ -23,6 +22,7 @@ from ebbtide.connectors.endpoint import answers
 from ebbtide.connectors.systemd import Notifier
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterator
 
     from tests.live.conftest import House

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MEMORY = {"memory": {"capacity": "8GiB"}}
+HTTP = {"http": {"port": 9400}}
 DISK = {"disk": {"path": "/cache", "capacity": "200GiB"}}
 
 
@@ -192,13 +193,14 @@ def test_variables_are_text_of_every_type() -> None:
 def test_every_field_is_documented_and_has_a_variable_that_reaches_it(path: str) -> None:
     field = FIELDS[path]
     assert field.doc.endswith(".")
-    loaded = load_config(MEMORY | DISK, {})
+    loaded = load_config(MEMORY | DISK | HTTP, {})
     value = written_value(loaded.config, path)
     text = "true" if value is True else "/run/s" if value is None else str(value)
     environ = {
         "EBBTIDE_MEMORY__CAPACITY": "8GiB",
         "EBBTIDE_DISK__PATH": "/cache",
         "EBBTIDE_DISK__CAPACITY": "200GiB",
+        "EBBTIDE_HTTP__PORT": "9400",
         variable_name(path): text,
     }
     again = load_config(None, environ)
@@ -220,6 +222,9 @@ def test_units_are_in_the_names_of_all_fields_that_have_one() -> None:
         "limits.ghost_entries",
         "limits.connections_max",
         "server.socket_group",
+        "http.port",
+        "http.host",
+        "http.token_file",
         "connector.stores",
         "connector.prompt_only",
         "connector.always_load",
