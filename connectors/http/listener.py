@@ -56,7 +56,7 @@ class _Server(uvicorn.Server):
     """Leaves the signals to the store, which has a drain to do first."""
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+    def capture_signals(self) -> Iterator[None]:
         yield
 
 

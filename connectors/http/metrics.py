@@ -143,12 +143,14 @@ METRICS = (
            _one(lambda s: s.store.memory.reserved_bytes)),
     Metric("memory_pinned_bytes", G, (), "Slots that somebody copies from or to, or wants kept.",
            _one(lambda s: s.store.memory.pinned_bytes)),
+    Metric("memory_kept_bytes", G, (), "Slots that pins keep from eviction.",
+           _one(lambda s: s.store.pins.kept_bytes)),
     Metric("disk_quarantined_bytes", G, (), "Slots that have shown wrong bytes and are not used.",
            _disk(lambda disk: disk.quarantined_bytes)),
     Metric("connections", G, (), "Open connections.", _one(lambda s: s.connections)),
     Metric("engines", G, (), "Engines with a connection or a process that maps the arena.",
            _one(lambda s: s.engines)),
-    Metric("loads", G, (), "Loads that have not ended.", _one(lambda s: s.store.stats()["loads"])),
+    Metric("loads", G, (), "Loads that have not ended.", _one(lambda s: s.store.loads)),
     Metric("build_info", G, ("version",), "Always 1.", lambda s: [((__version__,), 1)]),
 )  # fmt: skip
 LOOKUP = "lookup_latency_seconds"
@@ -169,11 +171,11 @@ class StoreCollector(Collector):
                 family.add_metric(labels, float(value))
             yield family
         latency = self._server.traffic.lookup_s
-        family = HistogramMetricFamily(PREFIX + LOOKUP, LOOKUP_HELP)
+        histogram = HistogramMetricFamily(PREFIX + LOOKUP, LOOKUP_HELP)
         names = [*map(str, latency.bounds), "+Inf"]
         counts = accumulate(latency.counts)
-        family.add_metric((), list(zip(names, counts, strict=True)), latency.total)
-        yield family
+        histogram.add_metric((), list(zip(names, counts, strict=True)), latency.total)
+        yield histogram
 
     def describe(self) -> list[Any]:
         """Nothing: a store is not to be read when it is registered."""

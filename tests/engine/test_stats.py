@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 LABELS = ["model_name", "engine"]
 ENGINES: dict[int, list[object]] = {0: ["tiny", "0"], 1: ["tiny", "1"]}
-TYPES = {Gauge: Gauge, Counter: Counter, Histogram: Histogram}
+TYPES: dict[type[Any], type[Any]] = {Gauge: Gauge, Counter: Counter, Histogram: Histogram}
 
 
 class CountingConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -393,7 +393,7 @@ def test_several_api_processes_add_counters_up_and_the_newest_gauge_is_seen(
             timeout=110,
         )
     registry = CollectorRegistry()
-    MultiProcessCollector(registry, path=str(tmp_path))
+    MultiProcessCollector(registry, path=str(tmp_path))  # type: ignore[no-untyped-call]  # theirs
     labels = {"model_name": "tiny", "engine": "0"}
     assert registry.get_sample_value(names.REQUESTS, labels) == 7
     assert registry.get_sample_value(names.CONNECTED, labels) == 1

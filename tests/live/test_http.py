@@ -107,6 +107,7 @@ def test_a_store_that_stops_is_live_and_not_ready_until_its_drain_ends(house: Ho
     assert store.stdout is not None
     assert store.stdout.readline() == b"draining\n"
     store.stdout.close()
+    time.sleep(0.5)
     assert get(house, "/livez")[0] == 200
     status, text = get(house, "/readyz")
     assert status == 503

@@ -107,6 +107,10 @@ def tell(story: Story) -> None:
     story.end("lookup")
     engine.do("hold 0 4")
     story.end("hold")
+    assert isinstance(ask(writer.client, wire.PinRecords(writer.digest)), wire.Report)
+    story.end("pin")
+    assert isinstance(ask(writer.client, wire.UnpinRecords(writer.digest)), wire.Report)
+    story.end("unpin")
     spoil_memory(writer)
     story.end("corrupt memory")
     spoil_disk(house)
@@ -253,6 +257,8 @@ MOVES: list[tuple[str, str, str, float | str]] = [
     ("memory_reserved_bytes", "corrupt disk", "reserve", UP),
     ("memory_pinned_bytes", "lookup", "hold", 4 * RECORD),
     ("memory_dirty_bytes", "strangers", "disk down", UP),
+    ("memory_kept_bytes", "hold", "pin", 2 * RECORD),
+    ("memory_kept_bytes", "pin", "unpin", -2 * RECORD),
     ("disk_quarantined_bytes", "corrupt memory", "corrupt disk", RECORD),
     ("connections", "empty", "put", 1),
     ("engines", "reserve", "killed engine", -1),

@@ -17,6 +17,7 @@ from tests.live.conftest import PATIENCE_S, PROGRAMS, House, eventually
 from ebbtide.connectors import protocol as wire
 from ebbtide.connectors.client import SocketClient
 from ebbtide.connectors.endpoint import answers
+from ebbtide.connectors.owner import OwnerClient
 from ebbtide.connectors.process import start_store
 from ebbtide.errors import ConfigError, TierUnavailableError
 
@@ -100,6 +101,8 @@ def test_a_store_and_an_engine_of_two_users_meet_in_a_group(house: House) -> Non
     with pytest.raises(TierUnavailableError, match=f"of another user .{STORE_UID}."):
         house.client()  # root does not trust whoever listens there, either
     SocketClient(house.socket, bytes(16), "tool", arena=True, allow_uids=[STORE_UID]).close()
+    with OwnerClient(house.socket) as owner:  # a command that names the socket means its owner
+        assert owner.survey()["namespaces"]
 
 
 def test_a_group_that_the_store_cannot_give_is_refused(house: House) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MEMORY = {"memory": {"capacity": "8GiB"}}
-HTTP = {"http": {"port": 9400}}
+HTTP: dict[str, dict[str, object]] = {"http": {"port": 9400}}
 DISK = {"disk": {"path": "/cache", "capacity": "200GiB"}}
 
 
@@ -193,7 +193,7 @@ def test_variables_are_text_of_every_type() -> None:
 def test_every_field_is_documented_and_has_a_variable_that_reaches_it(path: str) -> None:
     field = FIELDS[path]
     assert field.doc.endswith(".")
-    loaded = load_config(MEMORY | DISK | HTTP, {})
+    loaded = load_config({**MEMORY, **DISK, **HTTP}, {})
     value = written_value(loaded.config, path)
     text = "true" if value is True else "/run/s" if value is None else str(value)
     environ = {
