@@ -169,6 +169,17 @@ class SocketClient:
         """A store has answered the greeting and not gone away since, as far as is known."""
         return self._greeted
 
+    def fileno(self) -> int | None:
+        """Of the connection, for an event loop that waits until it can be read. None: there is
+        none now.
+        """
+        return None if self._socket is None else self._socket.fileno()
+
+    @property
+    def is_sending(self) -> bool:
+        """Something waits for the store to read: `poll` sends it on."""
+        return bool(self._outbox)
+
     def submit(self, message: wire.Message) -> int:
         ticket = next(self._tickets)
         refusal = self._refusal()

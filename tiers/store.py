@@ -73,7 +73,7 @@ class Store:
         self.counts: Counter[str] = Counter()
         self.events: deque[Event] = deque(maxlen=bounds.event_entries)
         self.event_sequence = 0
-        self.namespaces = Namespaces(stored_namespaces)
+        self.namespaces = Namespaces(stored_namespaces, bounds.namespaces_max)
         self._sequence = 0
         self.care = Care(self)
         self._lookups = Lookups(self)
@@ -106,7 +106,7 @@ class Store:
 
         `pending`: the engine does not know its content for sure yet; every key is a miss
         `namespace_pending` and nothing is stored until it opens the final descriptor. Raises
-        MisuseError.
+        MisuseError, and NoSpaceError for one too many.
         """
         namespace = self.namespaces.open(pairs, pending=pending)
         if self.disk is not None and not namespace.pending:

@@ -150,6 +150,8 @@ METRICS = (
     Metric("connections", G, (), "Open connections.", _one(lambda s: s.connections)),
     Metric("engines", G, (), "Engines with a connection or a process that maps the arena.",
            _one(lambda s: s.engines)),
+    Metric("namespaces", G, (), "Namespaces that engines have opened.",
+           _one(lambda s: len(list(s.store.namespaces)))),
     Metric("loads", G, (), "Loads that have not ended.", _one(lambda s: s.store.loads)),
     Metric("build_info", G, ("version",), "Always 1.", lambda s: [((__version__,), 1)]),
 )  # fmt: skip

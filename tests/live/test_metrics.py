@@ -262,6 +262,7 @@ MOVES: list[tuple[str, str, str, float | str]] = [
     ("disk_quarantined_bytes", "corrupt memory", "corrupt disk", RECORD),
     ("connections", "empty", "put", 1),
     ("engines", "reserve", "killed engine", -1),
+    ("namespaces", "put again", "second namespace", 1),
     ("loads", "lookup", "hold", 1),
 ]
 # Constant while a store lives, and what no honest story shows: a test of its own each.

@@ -109,12 +109,42 @@ def test_a_reset_between_two_pieces_leaves_nothing_kept() -> None:
         sim.put(space, [key_of(number) for number in range(MANY)], LENGTH)
         asked = Asked()
         sim.store.care.keeps.keep(space.digest, (), asked)
+        epoch = space.epoch
         sim.store.reset(space, lambda ok: None)
         sim.runtime.pass_time(1.0)
         assert asked.report["pinned"] == PIECE
+        assert epoch not in sim.store.memory._index  # nor was the old life asked for
         assert sim.store.pins.kept_bytes == sim.store.memory.pinned_bytes == 0
         assert sim.store.memory.space.used_bytes == 0
         sim.store.check_integrity()
+
+
+def test_a_record_that_is_lost_between_two_pieces_is_passed_over() -> None:
+    with SimStore(7, 2 * MANY * PAGE) as sim:
+        space = sim.namespace()
+        sim.put(space, [key_of(number) for number in range(MANY)], LENGTH)
+        asked = Asked()
+        sim.store.care.keeps.keep(space.digest, (), asked)
+        last = sim.store.memory.find(space.epoch, key_of(MANY - 1))
+        assert last is not None
+        sim.store.memory.discard(last)
+        sim.runtime.pass_time(1.0)
+        assert asked.report["pinned"] == MANY - 1
+        sim.store.check_integrity()
+
+
+def test_a_kept_record_that_turns_out_corrupt_does_not_keep_its_slot(sim: SimStore) -> None:
+    space = sim.namespace()
+    sim.put(space, [key_of(1)], PAGE)
+    keep(sim, space)
+    record = sim.store.memory.find(space.epoch, key_of(1))
+    assert record is not None
+    sim.store.view(record, PAGE)[0] ^= 1
+    sim.get(space, [key_of(1)])
+    assert sim.store.pins.kept_bytes == sim.store.memory.pinned_bytes == 0
+    sim.put(space, [key_of(1)], PAGE)
+    assert keep(sim, space).report["pinned"] == 1
+    assert let_go(sim, space).report["unpinned"] == 1
 
 
 def test_an_unknown_namespace_is_misuse(sim: SimStore) -> None:
