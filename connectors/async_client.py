@@ -105,7 +105,6 @@ class AsyncClient:
 
     async def run(self, steps: Steps[Result], missed: Result) -> Result:
         """Drive steps to their end; `missed` when the store does not answer in time."""
-        self._take_answers()  # a store that went away, or came back, is noticed before it is asked
         try:
             async with asyncio.timeout(self._timeout_s):
                 exchange = next(steps)
@@ -128,13 +127,17 @@ class AsyncClient:
         self._wanted.set()
         try:
             return await answer
-        finally:
-            del self._open[ticket]
-            if not answer.done() or answer.cancelled():
+        except asyncio.CancelledError:
+            if answer.done() and not answer.cancelled():  # it came in the same moment
+                give_back(self.link, answer.result(), ticket)
+            else:
                 self._given_up.add(ticket)
                 self._settled.clear()
-                if exchange.part is not None:
-                    self.link.notify(wire.Release(ticket))
+            if exchange.part is not None:
+                self.link.notify(wire.Release(ticket))
+            raise
+        finally:
+            del self._open[ticket]
 
     async def _read(self) -> None:
         """Sleeps while nothing is open."""

@@ -114,7 +114,6 @@ class Client:
     def run(self, steps: Steps[Result], missed: Result) -> Result:
         """Drive steps to their end; `missed` when the store does not answer in time."""
         deadline = time.monotonic() + self._timeout_s
-        self._poll(0)  # a store that went away, or came back, is noticed before it is asked
         try:
             exchange = next(steps)
             while True:

@@ -104,7 +104,7 @@ async def _serve(
         announcer.ready(describe_store(config, opened.open_disk, http.url if http else None))
         clean = await server.run()
         hurried = not clean
-        if http is not None:
+        if http is not None and clean:  # else somebody waits for the end
             await http.stop()
         return clean
     finally:

@@ -91,6 +91,7 @@ class HttpListener:
             ws="none",
             lifespan="off",
             log_config=None,
+            log_level="error",  # whoever sends garbage fills no log
             access_log=False,
             server_header=False,
             date_header=False,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ebbtide.connectors.server import StoreServer
     from ebbtide.tiers.segments import SegmentSpace
 
-PREFIX = "ebbtide_"
+PREFIX = "ebbtide_store_"  # an engine has metrics of its own, by shorter names
 
 
 class Metric(NamedTuple):

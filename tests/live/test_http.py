@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.live.conftest import PATIENCE_S, PROGRAMS, eventually
 
+from ebbtide import cli
 from ebbtide.connectors import protocol as wire
 from ebbtide.connectors.client import ask
 from ebbtide.connectors.endpoint import answers
@@ -78,7 +79,7 @@ def test_probes_and_numbers_on_loopback(house: House) -> None:
     assert report["server"]["requests"]["commit"] == 1
     status, text = get(house, "/metrics")
     assert status == 200
-    assert "\nebbtide_records_stored_total 3.0\n" in text
+    assert "\nebbtide_store_records_stored_total 3.0\n" in text
     assert get(house, "/")[0] == get(house, "/reset")[0] == 404
 
 
@@ -219,6 +220,24 @@ def test_a_store_without_http_reads_none_of_its_packages() -> None:
     )
     command = [sys.executable, "-P", "-c", program]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+def test_config_check_refuses_what_a_start_would(
+    house: House, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = house.directory / "store.toml"
+    text = '[memory]\ncapacity = "16MiB"\n[http]\nport = 0\n'
+    file.write_text(text)
+    assert cli.main(["config", "check", str(file)]) == 0
+    file.write_text(text + 'host = "0.0.0.0"\n')
+    assert cli.main(["config", "check", str(file)]) == 2
+    assert "without a token" in capsys.readouterr().err
+    file.write_text(text + 'host = "example.org"\n')
+    assert cli.main(["config", "check", str(file)]) == 2
+    assert "no address" in capsys.readouterr().err
+    file.write_text('[memory]\ncapacity = "16MiB"\n[http]\nhost = "127.0.0.1"\n')
+    assert cli.main(["config", "check", str(file)]) == 2
+    assert "http.port is not set" in capsys.readouterr().err
 
 
 # -- whoever misbehaves ---------------------------------------------------------------------------

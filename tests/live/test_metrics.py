@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.live
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
+REPOSITORY = Path(__file__).resolve().parents[2]
+DOCUMENT = REPOSITORY / "docs" / "metrics.md"
 MANY = 700  # records of 128 KiB: more than memory and disk hold
 FILE_LIMIT_BYTES = 256 << 10
 OTHER_USER = 65_534
@@ -86,7 +87,7 @@ def tell(story: Story) -> None:
 
     engine = house.engine()
     assert engine.do(f"put 0 {MANY}") == str(MANY)
-    eventually(lambda: story.now("ebbtide_memory_dirty_bytes") == 0)
+    eventually(lambda: story.now("ebbtide_store_memory_dirty_bytes") == 0)
     story.end("put")
 
     assert engine.do(f"load {MANY - 10} 10") == "10 0 0"
@@ -102,7 +103,7 @@ def tell(story: Story) -> None:
     writer = Writer(house.client(arena=True), "n")
     writer.put(100, 2)
     before = story.end("second namespace")
-    assert before["ebbtide_faults_total"] == 0
+    assert before["ebbtide_store_faults_total"] == 0
     writer.states(0, 5)
     story.end("lookup")
     engine.do("hold 0 4")
@@ -120,7 +121,7 @@ def tell(story: Story) -> None:
     greedy.do("reserve 5000 500")  # more than there is
     story.end("reserve")
     greedy.signal(signal.SIGKILL)
-    eventually(lambda: story.now("ebbtide_memory_reserved_bytes") == 0)
+    eventually(lambda: story.now("ebbtide_store_memory_reserved_bytes") == 0)
     story.end("killed engine")
     assert isinstance(ask(writer.client, wire.Reset(writer.namespace)), wire.Ok)
     story.end("reset")
@@ -188,10 +189,10 @@ def lose_disk(store: subprocess.Popen[bytes], engine: object, story: Story) -> N
     writer = Writer(story.house.client(arena=True), "o")
     with contextlib.suppress(AssertionError):  # they do not become clean
         writer.put(20_000, 1)
-    eventually(lambda: story.now('ebbtide_tier_up{tier="disk"}') == 0)
+    eventually(lambda: story.now('ebbtide_store_tier_up{tier="disk"}') == 0)
     story.end("disk down")
     resource.prlimit(store.pid, resource.RLIMIT_FSIZE, (hard, hard))
-    eventually(lambda: story.now('ebbtide_tier_up{tier="disk"}') == 1, timeout_s=30.0)
+    eventually(lambda: story.now('ebbtide_store_tier_up{tier="disk"}') == 1, timeout_s=30.0)
     story.end("disk back")
 
 
@@ -289,10 +290,14 @@ def test_every_metric_has_its_move() -> None:
 
 def test_sizes_and_the_version_are_told(story: Story) -> None:
     scrape = story.scrapes["empty"]
-    assert scrape['ebbtide_tier_capacity_bytes{tier="memory"}'] == 16 << 20
-    assert 50 << 20 < scrape['ebbtide_tier_capacity_bytes{tier="disk"}'] < 64 << 20
-    assert scrape[f'ebbtide_build_info{{version="{__version__}"}}'] == 1
-    assert scrape["ebbtide_faults_total"] == story.scrapes["disk back"]["ebbtide_faults_total"] == 0
+    assert scrape['ebbtide_store_tier_capacity_bytes{tier="memory"}'] == 16 << 20
+    assert 50 << 20 < scrape['ebbtide_store_tier_capacity_bytes{tier="disk"}'] < 64 << 20
+    assert scrape[f'ebbtide_store_build_info{{version="{__version__}"}}'] == 1
+    assert (
+        scrape["ebbtide_store_faults_total"]
+        == story.scrapes["disk back"]["ebbtide_store_faults_total"]
+        == 0
+    )
 
 
 def test_no_counter_ever_falls_also_when_the_disk_tier_is_replaced(story: Story) -> None:
@@ -312,6 +317,11 @@ def test_names_keep_to_the_conventions() -> None:
             metric.name.endswith("_bytes") or "corrupt" in metric.name or "quarant" in metric.name
         )
     assert len({metric.name for metric in METRICS}) == len(METRICS)
+    ours = {PREFIX + metric.name + "_total" * (metric.kind is C) for metric in METRICS}
+    texts = [file.read_text() for file in (REPOSITORY / "connectors" / "vllm").glob("*.py")]
+    engines = set(re.findall(r"ebbtide_[a-z_]+", "".join(texts)))
+    assert "ebbtide_requests_total" in engines  # what an engine's own /metrics has
+    assert not ours & engines
 
 
 def test_the_document_has_each_metric_once_as_it_is() -> None:

@@ -108,11 +108,16 @@ async def test_calls_run_at_the_same_time_and_the_loop_is_never_blocked(house: H
         store.send_signal(signal.SIGSTOP)
         ticking = asyncio.create_task(tick())
         waiting = asyncio.create_task(space.get(names[0]))
+        newcomer = ebbtide.AsyncClient(house.socket)
+        arriving = asyncio.create_task(newcomer.connect())
         await asyncio.sleep(0.5)
         assert not waiting.done()
+        assert not arriving.done()
         assert ticks > 20
         store.send_signal(signal.SIGCONT)
         assert await waiting == names[0] * 128
+        await arriving
+        await newcomer.close()
         ticking.cancel()
 
 

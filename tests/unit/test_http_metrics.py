@@ -45,17 +45,17 @@ async def test_faults_of_requests_and_of_completions_are_counted(
     def fail() -> None:
         raise ZeroDivisionError
 
-    assert value_of(rim.server, "ebbtide_faults_total") == 0
+    assert value_of(rim.server, "ebbtide_store_faults_total") == 0
     peer = await rim.greeted()
     monkeypatch.setattr(rim.store, "stats", fail)
     await rim.say(peer, 7, wire.Stats())
     await rim.hear(peer)
     monkeypatch.undo()
-    assert value_of(rim.server, "ebbtide_faults_total") == 1
+    assert value_of(rim.server, "ebbtide_store_faults_total") == 1
     rim.runtime.call_later(0.0, fail)
     await rim.say(peer, 8, wire.Flush())
     await rim.hear(peer)
-    assert value_of(rim.server, "ebbtide_faults_total") == 2
+    assert value_of(rim.server, "ebbtide_store_faults_total") == 2
 
 
 async def test_a_lost_batch_is_counted(rim: Rim, tmp_path: Path) -> None:
@@ -64,12 +64,12 @@ async def test_a_lost_batch_is_counted(rim: Rim, tmp_path: Path) -> None:
         5, 8 * PAGE, disk_path=str(tmp_path / "d"), slab_bytes=24 * PAGE, bounds=bounds
     ) as sim:
         rim.server.store = sim.store
-        assert value_of(rim.server, "ebbtide_disk_lost_batches_total") == 0
+        assert value_of(rim.server, "ebbtide_store_disk_lost_batches_total") == 0
         assert sim.slab is not None
         sim.slab.fail_next("sync")
         sim.put(sim.namespace(), [key_of(1)], PAGE)
         sim.runtime.pass_time(1.0)
-        assert value_of(rim.server, "ebbtide_disk_lost_batches_total") == 1
+        assert value_of(rim.server, "ebbtide_store_disk_lost_batches_total") == 1
         rim.server.store = rim.store
 
 
