@@ -51,6 +51,10 @@ class Namespaces:
     def by_handle(self, handle: int) -> Namespace | None:
         return self._by_handle[handle] if 0 <= handle < len(self._by_handle) else None
 
+    def latest(self, count: int) -> list[Namespace]:
+        """Those opened last."""
+        return self._by_handle[-count:]
+
     def by_epoch(self, epoch: int) -> Namespace | None:
         """The open namespace whose present epoch it is."""
         return self._by_epoch.get(epoch)
