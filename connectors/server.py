@@ -8,19 +8,18 @@ import errno
 import logging
 import os
 import signal
-import socket
-import time
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.connectors import protocol as wire
-from ebbtide.connectors.endpoint import Process, has_exited, peer_process, peer_uid, trusted
-from ebbtide.connectors.session import Session, failure_of
+from ebbtide.connectors.connection import Connection
+from ebbtide.connectors.endpoint import Process, has_exited, peer_uid, trusted
+from ebbtide.connectors.session import failure_of
 from ebbtide.connectors.traffic import Traffic
-from ebbtide.errors import AccessDeniedError, EbbtideError, NoSpaceError, ProtocolError
+from ebbtide.errors import AccessDeniedError, EbbtideError, NoSpaceError
 from ebbtide.tiers.runtime import ThreadRuntime, Timer
-from ebbtide.tiers.supervisor import supervised
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable, Collection
 
     from ebbtide.tiers.store import Store
@@ -28,15 +27,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ebbtide.server")
 
 RECEIVE_BYTES = 64 << 10
-OUTBOX_BYTES_MAX = 4 * wire.FRAME_BYTES_MAX  # a client that does not read is cut off
 FIRST_ENGINE_TIMEOUT_S = 60.0
 DRAIN_GRACE_S = 1.0
 REFUSALS_LOG_INTERVAL_S = 1.0
 ACCEPT_PAUSE_S = 1.0  # after this process has run out of descriptors
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-
-FAULT = wire.Failure("EbbtideError", "The store met a fault of its own; its log has the trace")
 
 
 class AsyncioRuntime(ThreadRuntime):
@@ -66,139 +62,8 @@ class _Engine:
 
     def __init__(self) -> None:
         self.mapping: dict[object, int] = {}  # pidfds of processes that were given the arena
-        self.connections: set[_Connection] = set()
+        self.connections: set[Connection] = set()
         self.works = False  # not a command that only visits
-
-
-class _Connection:
-    """One client's socket. Frames in, frames out, bounded both ways."""
-
-    def __init__(self, server: StoreServer, peer: socket.socket) -> None:
-        self._server = server
-        self._peer = peer
-        self._loop = server.loop
-        self._decoder = wire.Decoder(server.welcome.frame_bytes_max)
-        self._outbox = bytearray()
-        self._arena_fd: int | None = None  # to ride with the next byte
-        self._waiting = False  # for the peer to read
-        self._closed = False
-        self.session: Session | None = None
-        self._loop.add_reader(peer, self._readable)
-
-    def send(self, ticket: int, message: wire.Message) -> None:
-        if self._closed:
-            return
-        self._outbox += wire.encode(ticket, message)
-        if not self._waiting:
-            self._writable()
-        if len(self._outbox) > OUTBOX_BYTES_MAX:
-            _log.warning("A client does not read its answers; its connection ends")
-            self.close()
-
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self._loop.remove_reader(self._peer)
-        self._loop.remove_writer(self._peer)
-        self._peer.close()
-        self._outbox.clear()
-        if self.session is not None:
-            self.session.disconnected()
-        self._server.connection_closed(self)
-
-    def _readable(self) -> None:
-        inbox = self._server.inbox
-        try:
-            size = self._peer.recv_into(inbox)
-        except BlockingIOError:
-            return
-        except OSError:
-            size = 0
-        if not size:
-            self.close()
-            return
-        read_at = time.perf_counter()
-        try:
-            messages = self._decoder.feed(inbox[:size])
-        except ProtocolError as error:
-            self._refuse(error)
-            return
-        for ticket, message in messages:
-            if self._closed:
-                return
-            if not supervised(self._take, ticket, message):
-                self._server.count_fault()
-                if message.answered:
-                    self.send(ticket, FAULT)
-            self._server.traffic.handled(message, time.perf_counter() - read_at)
-
-    def _take(self, ticket: int, message: wire.Message) -> None:
-        try:
-            if self.session is not None:
-                self.session.handle(ticket, message)
-            else:
-                self._greet(message)
-        except ProtocolError as error:
-            self._refuse(error)
-
-    def _refuse(self, error: ProtocolError) -> None:
-        _log.warning("A connection ends: %s", error)
-        self._server.traffic.refused["protocol"] += 1
-        self.send(0, failure_of(error))
-        self.close()
-
-    def _greet(self, message: wire.Message) -> None:
-        if not isinstance(message, wire.Hello):
-            raise ProtocolError("The first frame must be HELLO", kind=message.kind)
-        if message.protocol[0] != wire.VERSION[0]:
-            raise ProtocolError(
-                "The client speaks another protocol",
-                next_step="Use the same ebbtide on both sides.",
-                client=message.protocol,
-                store=wire.VERSION,
-            )
-        process = None
-        if message.arena:
-            try:
-                process = peer_process(self._peer)
-            except OSError as error:
-                raise ProtocolError(
-                    "The store cannot watch this process, so it cannot lend it the arena",
-                    reason=error.strerror,
-                ) from error
-            self._arena_fd = self._server.store.arena.fd
-        _log.info("engine %s: a %r connects", message.engine.hex(), message.role)
-        self.session = Session(self._server.store, message.engine, self.send)
-        works = message.role != wire.COMMAND_ROLE
-        self._server.engine_connected(message.engine, self, process, works=works)
-        self.send(0, self._server.welcome)
-
-    def _writable(self) -> None:
-        while self._outbox and not self._closed:
-            try:
-                sent = self._transmit()
-            except BlockingIOError:
-                if not self._waiting:
-                    self._waiting = True
-                    self._loop.add_writer(self._peer, self._writable)
-                return
-            except OSError:
-                # Not at once: whoever sends may be in the middle of its own bookkeeping.
-                self._outbox.clear()
-                self._loop.call_soon(self.close)
-                return
-            del self._outbox[:sent]
-        if self._waiting and not self._closed:
-            self._waiting = False
-            self._loop.remove_writer(self._peer)
-
-    def _transmit(self) -> int:
-        if self._arena_fd is None:
-            return self._peer.send(self._outbox)
-        sent = socket.send_fds(self._peer, [self._outbox], [self._arena_fd])
-        self._arena_fd = None
-        return sent
 
 
 class StoreServer:
@@ -236,7 +101,7 @@ class StoreServer:
         self._allow_uids = frozenset(allow_uids)
         self._connections_max = connections_max
         self._engines: dict[bytes, _Engine] = {}
-        self._connections: set[_Connection] = set()
+        self._connections: set[Connection] = set()
         self._stopping = self.loop.create_future()
         self._listener = listener
         self._silent_until = 0.0
@@ -316,7 +181,7 @@ class StoreServer:
         self.store.counts["faults"] += 1
 
     def engine_connected(
-        self, engine: bytes, connection: _Connection, process: Process | None, *, works: bool
+        self, engine: bytes, connection: Connection, process: Process | None, *, works: bool
     ) -> None:
         """A client has said which engine it belongs to; `process` when it gets the arena."""
         known = self._engines.setdefault(engine, _Engine())
@@ -333,7 +198,7 @@ class StoreServer:
         known.mapping[process.identity] = process.pidfd
         self.loop.add_reader(process.pidfd, self._process_exited, engine, process.identity)
 
-    def connection_closed(self, connection: _Connection) -> None:
+    def connection_closed(self, connection: Connection) -> None:
         """Nothing is freed by this alone: the process may live on and copy."""
         self._connections.discard(connection)
         if connection.session is not None:
@@ -398,7 +263,7 @@ class StoreServer:
             )
         else:
             self.traffic.connections += 1
-            self._connections.add(_Connection(self, peer))
+            self._connections.add(Connection(self, peer))
 
     def _turn_away(self, peer: socket.socket, error: EbbtideError) -> None:
         """Say why, as far as it can be said without waiting, and close."""
