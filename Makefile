@@ -10,7 +10,7 @@ VLLM_PIP := $(VLLM_BIN)/python -m pip install --quiet --quiet --disable-pip-vers
 # Never put the working directory on sys.path: ./kernels would shadow another project's package.
 export PYTHONSAFEPATH = 1
 
-.PHONY: help dev demo test test-engine test-engine-inside test-engine-servers check bench torture
+.PHONY: help dev demo test test-engine test-engine-inside test-engine-servers check bench fuzz torture
 
 help:
 	@echo 'make dev    make .venv with the tested versions of everything'
@@ -19,6 +19,7 @@ help:
 	@echo 'make test-engine  run the tests inside a real vLLM on the CPU; makes .venv-vllm (3 GB) first'
 	@echo 'make check  lint, format, types, import rules'
 	@echo 'make bench  measure offloading'
+	@echo 'make fuzz   send 1,000,000 mutated frames to a store'
 	@echo 'make torture  the long forms: hundreds of kills, power cuts and simulated worlds, 10 killed vLLMs'
 
 dev: $(STAMP)
@@ -68,6 +69,9 @@ check: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/ebbtide bench offload
+
+fuzz: $(STAMP)
+	EBBTIDE_TEST_FUZZ_FRAMES=1000000 $(BIN)/pytest -s tests/live/test_protocol_fuzz.py
 
 torture: $(STAMP) $(VLLM_STAMP)
 	EBBTIDE_TEST_KILLS=50 $(BIN)/pytest -s tests/live/test_engine_store_lost.py

@@ -25,12 +25,14 @@ from ebbtide.connectors.client_interface import (
     ask,
     error_of,
 )
-from ebbtide.connectors.endpoint import receive_with_fds, trusted
+from ebbtide.connectors.endpoint import peer_uid, receive_with_fds, trusted
 from ebbtide.connectors.session import Session, failure_of
 from ebbtide.errors import MisuseError, ProtocolError, TierUnavailableError
 from ebbtide.tiers.arena import Arena
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from ebbtide.tiers.runtime import ThreadRuntime
     from ebbtide.tiers.store import Store
 
@@ -116,9 +118,18 @@ class SocketClient:
     """
 
     def __init__(
-        self, path: str, engine: bytes, role: str, *, arena: bool, required: bool = True
+        self,
+        path: str,
+        engine: bytes,
+        role: str,
+        *,
+        arena: bool,
+        required: bool = True,
+        allow_uids: Collection[int] = (),
     ) -> None:
-        """Connects at once. Raises TierUnavailableError when nobody answers within 10 s, or with
+        """`allow_uids`: whose store is trusted, besides this user's and root's.
+
+        Connects at once. Raises TierUnavailableError when nobody answers within 10 s, or with
         the store's own words when it refuses this client. Not `required`: it is then tried again
         by `poll`, and everything is a miss until a store answers.
         """
@@ -131,6 +142,7 @@ class SocketClient:
         self.protocol = (0, 0)  # that the store speaks
         self._hello = wire.encode(0, wire.Hello(engine, role, arena))
         self._wants_arena = arena
+        self._allow_uids = frozenset(allow_uids)
         self._frame_bytes_max = wire.FRAME_BYTES_MAX
         self._socket: socket.socket | None = None
         self._poller = select.poll()
@@ -156,6 +168,17 @@ class SocketClient:
     def connected(self) -> bool:
         """A store has answered the greeting and not gone away since, as far as is known."""
         return self._greeted
+
+    def fileno(self) -> int | None:
+        """Of the connection, for an event loop that waits until it can be read. None: there is
+        none now.
+        """
+        return None if self._socket is None else self._socket.fileno()
+
+    @property
+    def is_sending(self) -> bool:
+        """Something waits for the store to read: `poll` sends it on."""
+        return bool(self._outbox)
 
     def submit(self, message: wire.Message) -> int:
         ticket = next(self._tickets)
@@ -246,9 +269,10 @@ class SocketClient:
             connection.close()
             self._part(f"No store listens on the socket ({error.strerror})")
             return
-        if not trusted(connection):
+        if not trusted(connection, self._allow_uids):
+            uid = peer_uid(connection)
             connection.close()
-            self._part("The socket belongs to another user")
+            self._part(f"The store is of another user ({uid}), who is not in [server] allow_uids")
             return
         self._socket = connection
         self._poller.register(connection, select.POLLIN)
@@ -266,7 +290,9 @@ class SocketClient:
             except BlockingIOError:
                 return
             except OSError as error:
-                self._part(f"The connection broke ({error.strerror})")
+                self._receive()  # a store that ends a connection says why
+                if self._socket is not None:
+                    self._part(f"The connection broke ({error.strerror})")
                 return
             del self._outbox[:sent]
 

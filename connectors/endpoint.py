@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import grp
 import os
 import select
 import socket
@@ -12,10 +13,13 @@ import stat
 import struct
 import time
 from array import array
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ebbtide.config_checks import SOCKET_PATH_MAX
 from ebbtide.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 BACKLOG = 128
 LOCK_RETRY_S = 0.05
@@ -30,9 +34,12 @@ class Endpoint:
     Whoever finds the lock taken by a store that no longer answers, because it drains, waits for it.
     """
 
-    def __init__(self, path: str, wait_s: float) -> None:
-        """Raises ConfigError when the path cannot be used or another store serves it."""
+    def __init__(self, path: str, wait_s: float, group: str | None = None) -> None:
+        """Raises ConfigError when the path cannot be used, when others could put a socket of their
+        own there, or when another store serves it. `group`: whose members may open the socket.
+        """
         self.path = path
+        self._gid = None if group is None else _group_id(group)
         if len(os.fsencode(path)) > SOCKET_PATH_MAX:
             raise ConfigError(
                 "The socket path is too long for a Unix socket",
@@ -41,7 +48,7 @@ class Endpoint:
                 bytes_max=SOCKET_PATH_MAX,
             )
         try:
-            os.makedirs(os.path.dirname(path) or ".", mode=0o700, exist_ok=True)
+            self._make_directory(os.path.dirname(path) or ".")
             self._lock_fd = open_lock(path + ".lock")
         except OSError as error:
             raise _unusable(path, error) from error
@@ -50,6 +57,29 @@ class Endpoint:
         except ConfigError:
             os.close(self._lock_fd)
             raise
+
+    def _make_directory(self, directory: str) -> None:
+        try:
+            os.makedirs(directory, mode=0o700)
+        except FileExistsError:
+            check_socket_directory(directory)
+        else:
+            self._admit_group(directory, 0o750)
+
+    def _admit_group(self, path: str, mode: int) -> None:
+        """What only its owner can use opens to the group, if there is one."""
+        if self._gid is None:
+            return
+        try:
+            os.chown(path, -1, self._gid)  # first: no other group is ever let in
+            os.chmod(path, mode)
+        except PermissionError as error:
+            raise ConfigError(
+                "The socket cannot be given to its group",
+                next_step="Make this user a member of [server] socket_group.",
+                path=path,
+                gid=self._gid,
+            ) from error
 
     def _take(self, wait_s: float) -> None:
         deadline = time.monotonic() + wait_s
@@ -66,7 +96,9 @@ class Endpoint:
             time.sleep(LOCK_RETRY_S)
 
     def listen(self) -> socket.socket:
-        """A listening socket at the path, mode 0600. What a killed store left there is replaced."""
+        """A listening socket at the path, mode 0600, with a group 0660. What a killed store left
+        there is replaced.
+        """
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             self._unlink()
@@ -76,6 +108,7 @@ class Endpoint:
                 listener.bind(self.path)
             finally:
                 os.umask(previous)
+            self._admit_group(self.path, 0o660)
             listener.listen(BACKLOG)
         except OSError as error:
             listener.close()
@@ -100,6 +133,42 @@ class Endpoint:
                     path=self.path,
                 )
             os.unlink(self.path)
+
+
+def check_socket_directory(directory: str) -> None:
+    """Raise ConfigError where somebody else could take the socket away and listen in its place.
+
+    Who only looks into it does no harm: the socket itself is closed. Raises OSError when it cannot
+    be looked at.
+    """
+    found = os.stat(directory)
+    if found.st_uid not in (os.geteuid(), 0) and os.geteuid() != 0:
+        raise ConfigError(
+            "The socket's directory belongs to another user",
+            next_step="Choose a `socket` in a directory of this user.",
+            directory=directory,
+            owner_uid=found.st_uid,
+        )
+    if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:  # sticky: as in /tmp
+        raise ConfigError(
+            "Others may write to the socket's directory",
+            next_step=f"Run: chmod go-w {directory}",
+            directory=directory,
+            mode=oct(stat.S_IMODE(found.st_mode)),
+        )
+
+
+def _group_id(group: str) -> int:
+    if group.isdecimal():
+        return int(group)
+    try:
+        return grp.getgrnam(group).gr_gid
+    except KeyError as error:
+        raise ConfigError(
+            "There is no such group on this machine",
+            next_step="Correct [server] socket_group, or write the group's number.",
+            socket_group=group,
+        ) from error
 
 
 def open_lock(path: str) -> int:
@@ -132,9 +201,10 @@ def peer_uid(peer: socket.socket) -> int:
     return int(_credentials(peer)[1])
 
 
-def trusted(peer: socket.socket) -> bool:
-    """Whether the other end is this user or root."""
-    return peer_uid(peer) in (os.geteuid(), 0)
+def trusted(peer: socket.socket, allow_uids: Collection[int] = ()) -> bool:
+    """Whether the other end is this user, root, or one of `allow_uids`."""
+    uid = peer_uid(peer)
+    return uid in (os.geteuid(), 0) or uid in allow_uids
 
 
 def peer_process(peer: socket.socket) -> Process:

@@ -19,7 +19,7 @@ from ebbtide.errors import MisuseError, ProtocolError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-VERSION = (1, 1)  # 1.1: DESCRIBE, CHECK, PURGE
+VERSION = (1, 2)  # 1.1: DESCRIBE, CHECK, PURGE. 1.2: FIND, PIN_RECORDS, UNPIN_RECORDS
 FRAME_BYTES_MAX = 4 << 20
 ALL_NAMESPACES = 2**32 - 1
 ENGINE_ID_BYTES = 16

@@ -25,6 +25,7 @@ from ebbtide.connectors.replies import (
     Welcome,
 )
 from ebbtide.connectors.requests import (
+    CHOSEN_KEYS_MAX,
     COMMAND_ROLE,
     Abort,
     Ack,
@@ -32,12 +33,14 @@ from ebbtide.connectors.requests import (
     Commit,
     Describe,
     Events,
+    Find,
     Flush,
     Hello,
     LoadKeys,
     Lookup,
     OpenNamespace,
     Pin,
+    PinRecords,
     Purge,
     Release,
     Reserve,
@@ -45,11 +48,13 @@ from ebbtide.connectors.requests import (
     Stats,
     Touch,
     Unpin,
+    UnpinRecords,
 )
 from ebbtide.errors import MisuseError, ProtocolError
 
 __all__ = [
     "ALL_NAMESPACES",
+    "CHOSEN_KEYS_MAX",
     "COMMAND_ROLE",
     "FRAME_BYTES_MAX",
     "HEADER",
@@ -68,6 +73,7 @@ __all__ = [
     "Events",
     "Failed",
     "Failure",
+    "Find",
     "Flush",
     "Grants",
     "Hello",
@@ -78,6 +84,7 @@ __all__ = [
     "Ok",
     "OpenNamespace",
     "Pin",
+    "PinRecords",
     "Purge",
     "Release",
     "Report",
@@ -88,6 +95,7 @@ __all__ = [
     "Stats",
     "Touch",
     "Unpin",
+    "UnpinRecords",
     "Welcome",
     "encode",
 ]
@@ -96,7 +104,8 @@ HEADER = struct.Struct("<IBBHQ")
 
 REQUESTS: tuple[type[Message], ...] = (
     Hello, OpenNamespace, Lookup, Touch, Reserve, Commit, Abort, LoadKeys, Ack, Release, Reset, Pin,
-    Unpin, Stats, Events, Flush, Describe, Check, Purge,
+    Unpin, Stats, Events, Flush, Describe, Check, Purge, Find, PinRecords,
+    UnpinRecords,
 )  # fmt: skip
 REPLIES: tuple[type[Message], ...] = (
     Welcome, NamespaceOpened, States, Grants, Settled, Batch, Failed, Done, Ok, Report, Failure,

@@ -11,6 +11,7 @@ import cbor2
 from ebbtide.connectors.message import (
     ALL_NAMESPACES,
     ENGINE_ID_BYTES,
+    KEY_WIDTHS,
     KEYS_MAX,
     U32,
     U64,
@@ -28,6 +29,7 @@ from ebbtide.errors import MisuseError, ProtocolError
 ROLE_CHARACTERS_MAX = 64
 COMMAND_ROLE = "command"  # of a visitor: it neither keeps a private store alive nor ends it
 NAMESPACE_DIGEST_BYTES = 32
+CHOSEN_KEYS_MAX = 1024  # of one PIN_RECORDS or UNPIN_RECORDS
 ITEMS_MAX = 4096  # CBOR items of one request
 
 _KEYS_HEAD = struct.Struct("<IH")
@@ -273,8 +275,7 @@ class Check(_Started):
 
 
 @dataclass(frozen=True, slots=True)
-class Purge(Message):
-    kind: ClassVar[int] = 19
+class _Named(Message):
     namespace: bytes  # its digest
 
     def body(self) -> bytes:
@@ -288,3 +289,52 @@ class Purge(Message):
         if len(fields["namespace"]) != NAMESPACE_DIGEST_BYTES:
             raise ProtocolError("A namespace's digest has 32 bytes", kind=cls.kind)
         return cls(**fields)
+
+
+@dataclass(frozen=True, slots=True)
+class Purge(_Named):
+    kind: ClassVar[int] = 19
+
+
+# -- of commands, since 1.2 -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Find(_Named):
+    kind: ClassVar[int] = 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen(Message):
+    namespace: bytes  # its digest
+    keys: tuple[bytes, ...] = ()  # none: everything that memory holds of it
+
+    def body(self) -> bytes:
+        if len(self.namespace) != NAMESPACE_DIGEST_BYTES or len(self.keys) > CHOSEN_KEYS_MAX:
+            raise MisuseError(
+                "A namespace's digest has 32 bytes, and so many keys can be chosen",
+                got=len(self.namespace),
+                keys=len(self.keys),
+                keys_max=CHOSEN_KEYS_MAX,
+            )
+        key_width(self.keys)
+        return cbor2.dumps({"namespace": self.namespace, "keys": list(self.keys)})
+
+    @classmethod
+    def parse(cls, body: memoryview) -> Message:
+        fields = read_fields(body, {"namespace": bytes, "keys": list}, items_max=ITEMS_MAX)
+        namespace, keys = fields["namespace"], fields["keys"]
+        right = all(type(key) is bytes and len(key) in KEY_WIDTHS for key in keys)
+        if len(namespace) != NAMESPACE_DIGEST_BYTES or not right or len(keys) > CHOSEN_KEYS_MAX:
+            raise ProtocolError("A choice of records is wrong", kind=cls.kind, keys=len(keys))
+        return cls(namespace, tuple(keys))
+
+
+@dataclass(frozen=True, slots=True)
+class PinRecords(_Chosen):
+    kind: ClassVar[int] = 21
+
+
+@dataclass(frozen=True, slots=True)
+class UnpinRecords(_Chosen):
+    kind: ClassVar[int] = 22

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
-import sys
 import threading
 from typing import TYPE_CHECKING
 
 from ebbtide.config import check_fits, load_config
+from ebbtide.connectors.announce import Announcer, describe_store
 from ebbtide.connectors.endpoint import Endpoint
 from ebbtide.connectors.server import AsyncioRuntime, StoreServer
+from ebbtide.connectors.systemd import Notifier
 from ebbtide.errors import ConfigError, EbbtideError
 from ebbtide.tiers.opening import OpenStore
 from ebbtide.tiers.runtime import POPULATE, READ, WRITE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ebbtide.config import Config
+    from ebbtide.config import Config, HttpConfig
+    from ebbtide.connectors.http.listener import HttpListener
 
 _log = logging.getLogger("ebbtide.serve")
 
@@ -29,7 +30,7 @@ PREDECESSOR_GRACE_S = 5.0  # beyond its drain timeout, for a store that is just 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
-    parser.add_argument("--config", metavar="FILE", help="TOML configuration")
+    parser.add_argument("--config", metavar="FILE", help="TOML configuration (or EBBTIDE_CONFIG)")
     parser.add_argument("--extra", metavar="JSON", help="settings that override all others")
     parser.add_argument("--private", action="store_true", help="end with the last engine")
     parser.add_argument("--ready-fd", type=int, metavar="FD", help=argparse.SUPPRESS)
@@ -37,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until told to stop. 0 when everything was drained to disk, else 1."""
-    starter = _Starter(args.ready_fd)
+    notifier = Notifier()
+    announcer = Announcer(args.ready_fd, None if args.private else notifier)
     try:
         config = load_config(args.extra, file=args.config).config
         if config.socket is None:
@@ -45,26 +47,36 @@ def run(args: argparse.Namespace) -> int:
                 "A store needs a socket", next_step='Set `socket = "/path/to/socket"`.'
             )
         check_fits(config)
+        if config.server.allow_uids and config.server.socket_group is None:
+            _log.warning("server.allow_uids lets nobody in whom the socket's mode 0600 keeps out")
         # Taken first and given back last: a successor opens nothing that we still hold.
-        endpoint = Endpoint(config.socket, config.limits.drain_timeout_s + PREDECESSOR_GRACE_S)
-        try:
-            clean = asyncio.run(_serve(config, endpoint, starter.ready, private=args.private))
-        finally:
-            endpoint.close()
+        patience_s = config.limits.drain_timeout_s + PREDECESSOR_GRACE_S
+        endpoint = Endpoint(config.socket, patience_s, config.server.socket_group)
+        with contextlib.ExitStack() as last:
+            last.callback(endpoint.close)
+            http = None if config.http is None else _bind_http(config.http)
+            if http is not None:
+                last.callback(http.close)
+            clean = asyncio.run(_serve(config, endpoint, http, announcer, private=args.private))
     except EbbtideError as error:
-        starter.refused(error)
+        announcer.refused(error)
         raise
+    announcer.stopped(clean)
     if not clean:
         # I/O threads may hang on a device; to wait for them is to hang too. What is on disk is
         # whole at any moment, so to leave now costs only what was not yet written.
-        _log.warning("the store ends without having written everything")
         logging.shutdown()
         os._exit(1)
     return 0
 
 
 async def _serve(
-    config: Config, endpoint: Endpoint, ready: Callable[[], None], *, private: bool
+    config: Config,
+    endpoint: Endpoint,
+    http: HttpListener | None,
+    announcer: Announcer,
+    *,
+    private: bool,
 ) -> bool:
     disk, limits = config.disk, config.limits
     threads = {READ: disk.read_threads, WRITE: disk.write_threads} if disk else {}
@@ -77,24 +89,40 @@ async def _serve(
             opened.store,
             endpoint.listen(),
             private=private,
+            allow_uids=config.server.allow_uids,
             drain_timeout_s=limits.drain_timeout_s,
             connections_max=limits.connections_max,
             frame_bytes_max=limits.frame_max_bytes,
+            on_stopping=lambda: announcer.stopping(limits.drain_timeout_s),
         )
         if opened.open_disk is not None:
             opened.open_disk.directory.name_socket(endpoint.path)
         if config.memory.populate:
             _populate(opened, runtime, ending)
-        _announce(opened, config)
-        ready()
+        if http is not None:
+            http.start(server)
+        announcer.ready(describe_store(config, opened.open_disk, http.url if http else None))
         clean = await server.run()
         hurried = not clean
+        if http is not None and clean:  # else somebody waits for the end
+            await http.stop()
         return clean
     finally:
         ending.set()
         if not hurried:
             runtime.close()
             opened.close(clean)
+
+
+def _bind_http(config: HttpConfig) -> HttpListener:
+    try:
+        from ebbtide.connectors.http.listener import HttpListener
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"HTTP needs the package {error.name}",
+            next_step="Run: pip install 'ebbtide[http]', or leave [http] out.",
+        ) from error
+    return HttpListener(config)
 
 
 def _populate(opened: OpenStore, runtime: AsyncioRuntime, ending: threading.Event) -> None:
@@ -106,44 +134,3 @@ def _populate(opened: OpenStore, runtime: AsyncioRuntime, ending: threading.Even
             arena.populate(*step)
 
     runtime.start(POPULATE, populate, arena.populate_steps(), lambda outcomes: None)
-
-
-def _announce(opened: OpenStore, config: Config) -> None:
-    disk = opened.open_disk
-    if disk is None:
-        _log.info("store ready: memory %d bytes, no disk tier", config.memory.capacity_bytes)
-        return
-    _log.info(
-        "store ready: memory %d bytes, disk %d bytes in %s (%s), %d records found, last stop %s",
-        config.memory.capacity_bytes,
-        disk.tier.space.capacity_bytes,
-        disk.directory.path,
-        "direct I/O" if disk.direct else "buffered I/O",
-        disk.tier.records,
-        "clean" if disk.was_clean else "not clean",
-    )
-
-
-class _Starter:
-    """The process that started this one and waits for a line: "ready", or why not."""
-
-    def __init__(self, fd: int | None) -> None:
-        self._fd = fd
-
-    def ready(self) -> None:
-        """The store accepts connections."""
-        self._tell("ready")
-
-    def refused(self, error: EbbtideError) -> None:
-        """The store will not start. No-op when it has."""
-        self._tell(f"{type(error).__name__} {' '.join(str(error).split())}")
-
-    def _tell(self, line: str) -> None:
-        if self._fd is None:
-            return
-        fd, self._fd = self._fd, None
-        try:
-            os.write(fd, f"{line}\n".encode())
-        except OSError:
-            sys.stderr.write("ebbtide: the process that started this store is gone\n")
-        os.close(fd)

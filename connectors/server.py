@@ -8,32 +8,31 @@ import errno
 import logging
 import os
 import signal
-import socket
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.connectors import protocol as wire
-from ebbtide.connectors.endpoint import Process, has_exited, peer_process, trusted
-from ebbtide.connectors.session import Session, failure_of
-from ebbtide.errors import ProtocolError
+from ebbtide.connectors.connection import Connection
+from ebbtide.connectors.endpoint import Process, has_exited, peer_uid, trusted
+from ebbtide.connectors.session import failure_of
+from ebbtide.connectors.traffic import Traffic
+from ebbtide.errors import AccessDeniedError, EbbtideError, NoSpaceError
 from ebbtide.tiers.runtime import ThreadRuntime, Timer
-from ebbtide.tiers.supervisor import supervised
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import socket
+    from collections.abc import Callable, Collection
 
     from ebbtide.tiers.store import Store
 
 _log = logging.getLogger("ebbtide.server")
 
 RECEIVE_BYTES = 64 << 10
-OUTBOX_BYTES_MAX = 4 * wire.FRAME_BYTES_MAX  # a client that does not read is cut off
 FIRST_ENGINE_TIMEOUT_S = 60.0
 DRAIN_GRACE_S = 1.0
+REFUSALS_LOG_INTERVAL_S = 1.0
 ACCEPT_PAUSE_S = 1.0  # after this process has run out of descriptors
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-
-FAULT = wire.Failure("EbbtideError", "The store met a fault of its own; its log has the trace")
 
 
 class AsyncioRuntime(ThreadRuntime):
@@ -63,136 +62,8 @@ class _Engine:
 
     def __init__(self) -> None:
         self.mapping: dict[object, int] = {}  # pidfds of processes that were given the arena
-        self.connections: set[_Connection] = set()
+        self.connections: set[Connection] = set()
         self.works = False  # not a command that only visits
-
-
-class _Connection:
-    """One client's socket. Frames in, frames out, bounded both ways."""
-
-    def __init__(self, server: StoreServer, peer: socket.socket) -> None:
-        self._server = server
-        self._peer = peer
-        self._loop = server.loop
-        self._decoder = wire.Decoder(server.welcome.frame_bytes_max)
-        self._outbox = bytearray()
-        self._arena_fd: int | None = None  # to ride with the next byte
-        self._waiting = False  # for the peer to read
-        self._closed = False
-        self.session: Session | None = None
-        self._loop.add_reader(peer, self._readable)
-
-    def send(self, ticket: int, message: wire.Message) -> None:
-        if self._closed:
-            return
-        self._outbox += wire.encode(ticket, message)
-        if not self._waiting:
-            self._writable()
-        if len(self._outbox) > OUTBOX_BYTES_MAX:
-            _log.warning("A client does not read its answers; its connection ends")
-            self.close()
-
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self._loop.remove_reader(self._peer)
-        self._loop.remove_writer(self._peer)
-        self._peer.close()
-        self._outbox.clear()
-        if self.session is not None:
-            self.session.disconnected()
-        self._server.connection_closed(self)
-
-    def _readable(self) -> None:
-        inbox = self._server.inbox
-        try:
-            size = self._peer.recv_into(inbox)
-        except BlockingIOError:
-            return
-        except OSError:
-            size = 0
-        if not size:
-            self.close()
-            return
-        try:
-            messages = self._decoder.feed(inbox[:size])
-        except ProtocolError as error:
-            self._refuse(error)
-            return
-        for ticket, message in messages:
-            if self._closed:
-                return
-            if not supervised(self._take, ticket, message):
-                self._server.count_fault()
-                if message.answered:
-                    self.send(ticket, FAULT)
-
-    def _take(self, ticket: int, message: wire.Message) -> None:
-        try:
-            if self.session is not None:
-                self.session.handle(ticket, message)
-            else:
-                self._greet(message)
-        except ProtocolError as error:
-            self._refuse(error)
-
-    def _refuse(self, error: ProtocolError) -> None:
-        _log.warning("A connection ends: %s", error)
-        self.send(0, failure_of(error))
-        self.close()
-
-    def _greet(self, message: wire.Message) -> None:
-        if not isinstance(message, wire.Hello):
-            raise ProtocolError("The first frame must be HELLO", kind=message.kind)
-        if message.protocol[0] != wire.VERSION[0]:
-            raise ProtocolError(
-                "The client speaks another protocol",
-                next_step="Use the same ebbtide on both sides.",
-                client=message.protocol,
-                store=wire.VERSION,
-            )
-        process = None
-        if message.arena:
-            try:
-                process = peer_process(self._peer)
-            except OSError as error:
-                raise ProtocolError(
-                    "The store cannot watch this process, so it cannot lend it the arena",
-                    reason=error.strerror,
-                ) from error
-            self._arena_fd = self._server.store.arena.fd
-        _log.info("engine %s: a %r connects", message.engine.hex(), message.role)
-        self.session = Session(self._server.store, message.engine, self.send)
-        works = message.role != wire.COMMAND_ROLE
-        self._server.engine_connected(message.engine, self, process, works=works)
-        self.send(0, self._server.welcome)
-
-    def _writable(self) -> None:
-        while self._outbox and not self._closed:
-            try:
-                sent = self._transmit()
-            except BlockingIOError:
-                if not self._waiting:
-                    self._waiting = True
-                    self._loop.add_writer(self._peer, self._writable)
-                return
-            except OSError:
-                # Not at once: whoever sends may be in the middle of its own bookkeeping.
-                self._outbox.clear()
-                self._loop.call_soon(self.close)
-                return
-            del self._outbox[:sent]
-        if self._waiting and not self._closed:
-            self._waiting = False
-            self._loop.remove_writer(self._peer)
-
-    def _transmit(self) -> int:
-        if self._arena_fd is None:
-            return self._peer.send(self._outbox)
-        sent = socket.send_fds(self._peer, [self._outbox], [self._arena_fd])
-        self._arena_fd = None
-        return sent
 
 
 class StoreServer:
@@ -208,11 +79,14 @@ class StoreServer:
         *,
         private: bool,
         drain_timeout_s: float,
+        allow_uids: Collection[int] = (),
         connections_max: int = 256,
         frame_bytes_max: int = wire.FRAME_BYTES_MAX,
+        on_stopping: Callable[[], None] = lambda: None,
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.store = store
+        self.traffic = Traffic()
         self.inbox = memoryview(bytearray(RECEIVE_BYTES))
         self.welcome = wire.Welcome(
             store=os.urandom(16),
@@ -224,11 +98,14 @@ class StoreServer:
         )
         self._private = private
         self._drain_timeout_s = drain_timeout_s
+        self._allow_uids = frozenset(allow_uids)
         self._connections_max = connections_max
         self._engines: dict[bytes, _Engine] = {}
-        self._connections: set[_Connection] = set()
+        self._connections: set[Connection] = set()
         self._stopping = self.loop.create_future()
         self._listener = listener
+        self._silent_until = 0.0
+        self._on_stopping = on_stopping  # called once, before the drain
         self.loop.set_exception_handler(self._callback_failed)
         for number in _STOP_SIGNALS:
             self.loop.add_signal_handler(number, self.stop)
@@ -247,6 +124,7 @@ class StoreServer:
         drained: asyncio.Future[bool] = self.loop.create_future()
         for number in _STOP_SIGNALS:
             self.loop.add_signal_handler(number, _set, drained, False)
+        self._on_stopping()
         for connection in list(self._connections):
             connection.close()
         self.store.drain(self._drain_timeout_s, lambda ok: _set(drained, ok))
@@ -260,6 +138,40 @@ class StoreServer:
         self._engines.clear()
         return clean
 
+    @property
+    def is_stopping(self) -> bool:
+        """No connection is accepted any more."""
+        return self._stopping.done()
+
+    @property
+    def connections(self) -> int:
+        """Open ones, greeted or not."""
+        return len(self._connections)
+
+    @property
+    def engines(self) -> int:
+        """Engines with a connection, or with a process that maps the arena."""
+        return len(self._engines)
+
+    @property
+    def runtime_faults(self) -> int:
+        """Completions of the store that raised."""
+        return getattr(self.store.runtime, "faults", 0)
+
+    def stats(self) -> dict[str, object]:
+        """The store's numbers, and those of its socket."""
+        traffic = self.traffic
+        return {
+            **self.store.stats(),
+            "server": {
+                "connections": self.connections,
+                "engines": self.engines,
+                "accepted": traffic.connections,
+                "refused": dict(traffic.refused),
+                "requests": dict(traffic.requests),
+            },
+        }
+
     def stop(self) -> None:
         """Stop serving and drain. Idempotent."""
         _set(self._stopping, True)
@@ -269,7 +181,7 @@ class StoreServer:
         self.store.counts["faults"] += 1
 
     def engine_connected(
-        self, engine: bytes, connection: _Connection, process: Process | None, *, works: bool
+        self, engine: bytes, connection: Connection, process: Process | None, *, works: bool
     ) -> None:
         """A client has said which engine it belongs to; `process` when it gets the arena."""
         known = self._engines.setdefault(engine, _Engine())
@@ -286,7 +198,7 @@ class StoreServer:
         known.mapping[process.identity] = process.pidfd
         self.loop.add_reader(process.pidfd, self._process_exited, engine, process.identity)
 
-    def connection_closed(self, connection: _Connection) -> None:
+    def connection_closed(self, connection: Connection) -> None:
         """Nothing is freed by this alone: the process may live on and copy."""
         self._connections.discard(connection)
         if connection.session is not None:
@@ -328,14 +240,39 @@ class StoreServer:
                 self.loop.call_later(ACCEPT_PAUSE_S, self._listen)
             return
         peer.setblocking(False)
-        if not trusted(peer):
-            _log.warning("A connection of another user was refused")
-            peer.close()
+        if not trusted(peer, self._allow_uids):
+            uid = peer_uid(peer)
+            self.traffic.refused["user"] += 1
+            self._turn_away(
+                peer,
+                AccessDeniedError(
+                    "The store does not serve this user",
+                    next_step=f"Add {uid} to [server] allow_uids of the store, and restart it.",
+                    uid=uid,
+                ),
+            )
         elif len(self._connections) >= self._connections_max:
-            _log.warning("Too many connections: one was refused")
-            peer.close()
+            self.traffic.refused["full"] += 1
+            self._turn_away(
+                peer,
+                NoSpaceError(
+                    "The store has as many connections as it may",
+                    next_step="Raise [limits] connections_max of the store.",
+                    connections_max=self._connections_max,
+                ),
+            )
         else:
-            self._connections.add(_Connection(self, peer))
+            self.traffic.connections += 1
+            self._connections.add(Connection(self, peer))
+
+    def _turn_away(self, peer: socket.socket, error: EbbtideError) -> None:
+        """Say why, as far as it can be said without waiting, and close."""
+        if self.loop.time() >= self._silent_until:  # whoever is refused may try very often
+            self._silent_until = self.loop.time() + REFUSALS_LOG_INTERVAL_S
+            _log.warning("A connection was refused: %s", error)
+        with contextlib.suppress(OSError):
+            peer.send(wire.encode(0, failure_of(error)))
+        peer.close()
 
     def _callback_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         self.count_fault()

@@ -131,6 +131,12 @@ class Session:
                 store.care.purges.purge(message.namespace, self._report_to(ticket))
             case wire.Check():
                 store.care.checks.check(message.start, self._report_to(ticket))
+            case wire.Find():
+                self._find(ticket, message)
+            case wire.PinRecords():
+                store.care.keeps.keep(message.namespace, message.keys, self._report_to(ticket))
+            case wire.UnpinRecords():
+                store.care.keeps.let_go(message.namespace, message.keys, self._report_to(ticket))
             case _:
                 raise ProtocolError("A client may not send this kind", kind=message.kind)
 
@@ -146,6 +152,12 @@ class Session:
 
     def _open_namespace(self, ticket: int, message: wire.OpenNamespace) -> None:
         namespace = self.store.open_namespace(message.descriptor, pending=message.pending)
+        self._opened(ticket, namespace)
+
+    def _find(self, ticket: int, message: wire.Find) -> None:
+        self._opened(ticket, self.store.find_namespace(message.namespace))
+
+    def _opened(self, ticket: int, namespace: Namespace) -> None:
         records, held_bytes = self.store.held(namespace)
         opened = wire.NamespaceOpened(namespace.handle, namespace.digest, records, held_bytes)
         self.send(ticket, opened)

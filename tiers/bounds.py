@@ -20,6 +20,7 @@ class Bounds:
     job_bytes: int = 16 * MIB  # one batch for the I/O threads
     ghost_entries: int = 1_000_000
     event_entries: int = 65_536
+    namespaces_max: int = 4096  # open or on disk; more are refused
     lru_save_interval_s: float = 60.0
     verify_memory: bool = True  # check a record in memory before each grant
 

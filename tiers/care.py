@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ebbtide.tiers.check import Checks
+from ebbtide.tiers.keep import Keeps
 from ebbtide.tiers.purge import Purges
 from ebbtide.tiers.survey import Surveys
 
@@ -17,5 +18,6 @@ class Care:
 
     def __init__(self, store: Store) -> None:
         self.checks = Checks(store)
+        self.keeps = Keeps(store)
         self.purges = Purges(store)
         self.surveys = Surveys(store)

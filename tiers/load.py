@@ -302,6 +302,7 @@ class Load:
             return
         batch, self._next_batch = self._next_batch, self._next_batch + 1
         self._batches[batch] = [step.record for step in steps]
+        self._store.counts["granted_bytes"] += sum(step.record.length for step in steps)
         self._tally.hits.update(step.source for step in steps)
         self._sink.batch(
             batch,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ebbtide.tiers.segments import Ints
     from ebbtide.tiers.store import Store
 
+OTHERS_MAX = 16  # namespaces that a missing key is looked for in, those opened last: 6 us each
 REASONS_MAX = 64  # missing keys of one lookup whose reasons are looked up
 
 
@@ -76,7 +77,7 @@ class Lookups:
             return reason
         if disk is not None and disk.was_reset(namespace.epoch, key):
             return Miss.RESET
-        for other in self._store.namespaces:
+        for other in self._store.namespaces.latest(OTHERS_MAX):
             if other is not namespace and (
                 key in self._store.memory.index(other.epoch) or self.on_disk(other, key)
             ):

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 Value = "str | int | bytes | None | list[Value]"
 
+DESCRIPTOR_BYTES_MAX = 64 << 10
+
 # What belongs to the process and never to the content. An engine that meets a setting of its own
 # which is in neither list fails its table test until somebody decides.
 INSTANCE_FIELDS = frozenset(
@@ -81,7 +83,12 @@ def namespace_digest(pairs: list[list[object]]) -> bytes:
                 next_step="Leave it out of the descriptor.",
                 field=pair[0],
             )
-    return hashlib.sha256(cbor2.dumps(pairs, canonical=True)).digest()
+    packed = cbor2.dumps(pairs, canonical=True)
+    if len(packed) > DESCRIPTOR_BYTES_MAX:  # the store keeps it as long as it lives
+        raise MisuseError(
+            "A namespace descriptor is too large", bytes=len(packed), bytes_max=DESCRIPTOR_BYTES_MAX
+        )
+    return hashlib.sha256(packed).digest()
 
 
 class Namespace:

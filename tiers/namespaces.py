@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ebbtide.errors import NoSpaceError
 from ebbtide.tiers.index import StoredNamespace
 from ebbtide.tiers.namespace import Namespace, namespace_digest
 
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
 class Namespaces:
     """Gives out handles and reset epochs. Control thread only; every call is O(1) but iteration."""
 
-    def __init__(self, stored: Sequence[StoredNamespace]) -> None:
+    def __init__(self, stored: Sequence[StoredNamespace], namespaces_max: int) -> None:
+        self._namespaces_max = namespaces_max
         self._stored = {namespace.digest: namespace for namespace in stored}
         self._last_epoch = max((namespace.epoch for namespace in stored), default=0)
         self._by_digest: dict[bytes, Namespace] = {}
@@ -22,13 +24,23 @@ class Namespaces:
         self._by_epoch: dict[int, Namespace] = {}
 
     def open(self, pairs: list[list[object]], *, pending: bool) -> Namespace:
-        """The namespace of a descriptor; the same object for the same descriptor."""
+        """The namespace of a descriptor; the same object for the same descriptor. Raises
+        NoSpaceError for one too many.
+        """
         digest = namespace_digest(pairs)
         namespace = self._by_digest.get(digest)
         if namespace is not None:
             namespace.pending = namespace.pending and pending
             return namespace
         known = self._stored.get(digest)
+        if known is None and len(self._stored.keys() | self._by_digest.keys()) >= (
+            self._namespaces_max
+        ):
+            raise NoSpaceError(
+                "The store knows as many namespaces as it may",
+                next_step="Stop it and begin with another [disk] path, or without one.",
+                namespaces_max=self._namespaces_max,
+            )
         epoch = known.epoch if known else self._new_epoch()
         namespace = Namespace(len(self._by_handle), digest, pairs, epoch, pending)
         self._by_digest[digest] = namespace
@@ -38,6 +50,10 @@ class Namespaces:
 
     def by_handle(self, handle: int) -> Namespace | None:
         return self._by_handle[handle] if 0 <= handle < len(self._by_handle) else None
+
+    def latest(self, count: int) -> list[Namespace]:
+        """Those opened last."""
+        return self._by_handle[-count:]
 
     def by_epoch(self, epoch: int) -> Namespace | None:
         """The open namespace whose present epoch it is."""

@@ -19,7 +19,36 @@ class Pins:
         self._memory = memory
         self._bytes_max = bytes_max
         self._counts: dict[MemoryRecord, int] = {}
-        self._bytes = 0
+        self._kept: set[MemoryRecord] = set()  # by a command: one of the record's pins
+        self.kept_bytes = 0  # strides of all pinned records
+
+    @property
+    def free_bytes(self) -> int:
+        """What may still be pinned."""
+        return self._bytes_max - self.kept_bytes
+
+    def keep(self, record: MemoryRecord) -> bool | None:
+        """Pin a whole record until `let_go`, however often it is asked for. True: now. False: it
+        was kept already. None: beyond the bound.
+        """
+        if record in self._kept:
+            return False
+        if not self._add(record):
+            return None
+        self._kept.add(record)
+        return True
+
+    def let_go(self, record: MemoryRecord) -> bool:
+        """Undo `keep`. False when it was not kept."""
+        if record not in self._kept:
+            return False
+        self._kept.discard(record)
+        self._take_back(record)
+        return True
+
+    def kept_of(self, epoch: int) -> list[MemoryRecord]:
+        """What is kept of a namespace. O(kept records)."""
+        return [record for record in self._kept if record.epoch == epoch]
 
     def pin(self, epoch: int, keys: Iterable[bytes]) -> int:
         """Pin what memory holds whole; stops at the bound. Returns how many were pinned."""
@@ -28,13 +57,8 @@ class Pins:
             record = self._memory.find(epoch, key)
             if record is None or record.state is not State.WHOLE:
                 continue
-            if record not in self._counts:
-                if self._bytes + record.stride > self._bytes_max:
-                    break
-                self._counts[record] = 0
-                self._bytes += record.stride
-            self._counts[record] += 1
-            self._memory.pin(record)
+            if not self._add(record):
+                break
             pinned += 1
         return pinned
 
@@ -43,26 +67,36 @@ class Pins:
         given_back = 0
         for key in keys:
             record = self._memory.find(epoch, key)
-            if record is not None and record in self._counts:
-                self._counts[record] -= 1
-                self._memory.unpin(record)
-                self._forget_unpinned(record)
+            kept = record in self._kept
+            if record is not None and self._counts.get(record, 0) > kept:
+                self._take_back(record)
                 given_back += 1
         return given_back
 
     def drop(self, record: MemoryRecord) -> None:
         """The record is lost: all its pins end."""
+        self._kept.discard(record)
         for _ in range(self._counts.get(record, 0)):
-            self._counts[record] -= 1
-            self._memory.unpin(record)
-        self._forget_unpinned(record)
+            self._take_back(record)
 
     def drop_epoch(self, epoch: int) -> None:
         """The namespace is being reset. O(pinned records)."""
         for record in [record for record in self._counts if record.epoch == epoch]:
             self.drop(record)
 
-    def _forget_unpinned(self, record: MemoryRecord) -> None:
-        if self._counts.get(record) == 0:
+    def _add(self, record: MemoryRecord) -> bool:
+        if record not in self._counts:
+            if record.stride > self.free_bytes:
+                return False
+            self._counts[record] = 0
+            self.kept_bytes += record.stride
+        self._counts[record] += 1
+        self._memory.pin(record)
+        return True
+
+    def _take_back(self, record: MemoryRecord) -> None:
+        self._counts[record] -= 1
+        if not self._counts[record]:
             del self._counts[record]
-            self._bytes -= record.stride
+            self.kept_bytes -= record.stride
+        self._memory.unpin(record)

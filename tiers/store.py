@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from typing import TYPE_CHECKING, NamedTuple
 
+from ebbtide.errors import MisuseError
 from ebbtide.tiers.care import Care
 from ebbtide.tiers.ghosts import Ghosts
 from ebbtide.tiers.load import Load, Sink
@@ -72,12 +73,12 @@ class Store:
         self.counts: Counter[str] = Counter()
         self.events: deque[Event] = deque(maxlen=bounds.event_entries)
         self.event_sequence = 0
-        self.namespaces = Namespaces(stored_namespaces)
+        self.namespaces = Namespaces(stored_namespaces, bounds.namespaces_max)
         self._sequence = 0
         self.care = Care(self)
         self._lookups = Lookups(self)
         self._reservations = Reservations(self)
-        self._pins = Pins(self.memory, bounds.pinned_max_bytes)
+        self.pins = Pins(self.memory, bounds.pinned_max_bytes)
         self._loads: dict[bytes, dict[Load, None]] = {}  # in the order in which they came
         self._load_engine: dict[Load, bytes] = {}
         self._slot_queue: deque[Load] = deque()
@@ -105,7 +106,7 @@ class Store:
 
         `pending`: the engine does not know its content for sure yet; every key is a miss
         `namespace_pending` and nothing is stored until it opens the final descriptor. Raises
-        MisuseError.
+        MisuseError, and NoSpaceError for one too many.
         """
         namespace = self.namespaces.open(pairs, pending=pending)
         if self.disk is not None and not namespace.pending:
@@ -117,6 +118,20 @@ class Store:
     def namespace(self, handle: int) -> Namespace | None:
         """The namespace that `open_namespace` gave this handle to."""
         return self.namespaces.by_handle(handle)
+
+    def find_namespace(self, digest: bytes) -> Namespace:
+        """A namespace that an engine has opened, or that the directory knows. Raises MisuseError
+        when there is none.
+        """
+        known = self.namespaces.by_digest(digest)
+        if known is None:
+            raise MisuseError(
+                "The namespace is unknown to this store",
+                next_step="`ebbtide stats` lists them.",
+                namespace=digest.hex(),
+            )
+        opened = self.namespaces.by_epoch(known.epoch)
+        return opened if opened is not None else self.open_namespace(known.descriptor)
 
     def held(self, namespace: Namespace) -> tuple[int, int]:
         """(records, payload bytes) that a new engine of this namespace finds. O(records held)."""
@@ -133,7 +148,7 @@ class Store:
         return self._lookups.states(namespace, keys)
 
     def miss_reason(self, namespace: Namespace, key: bytes) -> Miss:
-        """Why a key that no tier holds is missing. O(open namespaces)."""
+        """Why a key that no tier holds is missing. Up to 0.1 ms: it is looked for in others too."""
         return self._lookups.reason(namespace, key)
 
     def touch(self, namespace: Namespace, keys: Sequence[bytes]) -> None:
@@ -238,11 +253,11 @@ class Store:
 
         Only records that memory holds whole; never more than `pinned_max_bytes` in all.
         """
-        return self._pins.pin(namespace.epoch, keys)
+        return self.pins.pin(namespace.epoch, keys)
 
     def unpin(self, namespace: Namespace, keys: Iterable[bytes]) -> int:
         """Undo one `pin` per key. Returns how many pins were given back."""
-        given_back = self._pins.unpin(namespace.epoch, keys)
+        given_back = self.pins.unpin(namespace.epoch, keys)
         self.slots_freed()
         return given_back
 
@@ -261,10 +276,12 @@ class Store:
                 "dirty_bytes": memory.dirty_bytes,
                 "reserved_bytes": memory.reserved_bytes,
                 "pinned_bytes": memory.pinned_bytes,
+                "kept_bytes": self.pins.kept_bytes,
+                "kept_max_bytes": self.bounds.pinned_max_bytes,
                 "huge_pages": self.arena.huge_pages,
             },
             "counts": dict(self.counts),
-            "loads": len(self._load_engine),
+            "loads": self.loads,
             "ghosts": len(self.ghosts),
         }
         if disk is not None and self.mover is not None:
@@ -283,6 +300,11 @@ class Store:
                 "demoted_bytes": self.mover.moved_bytes,
             }
         return report
+
+    @property
+    def loads(self) -> int:
+        """Loads that have not ended."""
+        return len(self._load_engine)
 
     def events_since(self, sequence: int) -> list[Event]:
         """Events after `sequence`, oldest first; a gap at the start: some were dropped."""
@@ -355,6 +377,9 @@ class Store:
         the old tier lost is dirty in memory again, and is written. O(namespaces).
         """
         assert self.mover is not None
+        assert self.disk is not None
+        disk.go_on_counting(self.disk)
+        self.counts["disk_reopened"] += 1
         self.disk = disk
         self._listen(disk)
         self.mover.replace_disk(disk)
@@ -407,6 +432,7 @@ class Store:
         """A verified record arrived from disk; the disk copy stays."""
         self.memory.publish(record, on_disk.digest, None)
         self.counts["promoted"] += 1
+        self.counts["promoted_bytes"] += record.stride
         self._event("stored", record.epoch, record.key, Place.MEMORY)
 
     def promotion_failed(self, record: MemoryRecord, reason: Miss) -> None:
@@ -421,7 +447,7 @@ class Store:
         if not record.doomed:
             self.counts["memory_corrupt"] += 1
             self.memory.discard(record)
-            self._pins.drop(record)
+            self.pins.drop(record)
             self.ghosts.remember(record.epoch, record.key, Miss.CORRUPT)
             self._event("lost", record.epoch, record.key, Place.MEMORY)
 
@@ -464,6 +490,7 @@ class Store:
         self.memory.unpin(record)
         self.ghosts.forget(record.epoch, record.key)
         self.counts["stored"] += 1
+        self.counts["stored_bytes"] += record.length
         self._event("stored", record.epoch, record.key, Place.MEMORY)
 
     # -- inside ---------------------------------------------------------------------------------
@@ -484,7 +511,7 @@ class Store:
 
     def _reset_one(self, namespace: Namespace, settled: Callable[[bool], None]) -> None:
         old_epoch = namespace.epoch
-        self._pins.drop_epoch(old_epoch)
+        self.pins.drop_epoch(old_epoch)
         gone = [*self.memory.index(old_epoch)]
         self.memory.forget(old_epoch)
         stored = self.namespaces.renew(namespace)

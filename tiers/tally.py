@@ -27,7 +27,9 @@ class Tally:
 
 
 class Tallies:
-    """A tally per namespace, found by its present epoch. Control thread only; every call O(1)."""
+    """A tally per namespace, found by its present epoch. Control thread only; O(1) but for
+    `sums`.
+    """
 
     def __init__(self) -> None:
         self._by_epoch: dict[int, Tally] = {}
@@ -38,6 +40,13 @@ class Tallies:
         if tally is None:
             tally = self._by_epoch[epoch] = Tally()
         return tally
+
+    def sums(self, name: str) -> Counter[int]:
+        """One kind of count ("hits", "misses", ...) over all namespaces, by code. O(namespaces)."""
+        total: Counter[int] = Counter()
+        for tally in self._by_epoch.values():
+            total.update(getattr(tally, name))
+        return total
 
     def renew(self, old_epoch: int, new_epoch: int) -> None:
         """A reset gave the namespace another epoch: its counts go on."""

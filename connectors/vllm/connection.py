@@ -48,8 +48,11 @@ class Connection:
 
 
 def _connect(settings: Settings, role: str, *, arena: bool) -> SocketClient:
+    uids = settings.config.server.allow_uids
     try:
-        return SocketClient(settings.socket, settings.engine, role, arena=arena)
+        return SocketClient(settings.socket, settings.engine, role, arena=arena, allow_uids=uids)
     except TierUnavailableError as error:
         _log.warning("The store does not answer yet; until then every block is computed: %s", error)
-    return SocketClient(settings.socket, settings.engine, role, arena=arena, required=False)
+    return SocketClient(
+        settings.socket, settings.engine, role, arena=arena, required=False, allow_uids=uids
+    )

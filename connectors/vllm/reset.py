@@ -24,7 +24,13 @@ def reset_store(settings: Settings, descriptor: list[list[object]]) -> bool:
     On a connection of its own, so that nothing of the halves' is lost while it waits.
     """
     try:
-        client = SocketClient(settings.socket, settings.engine, "reset", arena=False)
+        client = SocketClient(
+            settings.socket,
+            settings.engine,
+            "reset",
+            arena=False,
+            allow_uids=settings.config.server.allow_uids,
+        )
         try:
             opened = ask(client, wire.OpenNamespace(descriptor), RESET_TIMEOUT_S)
             assert isinstance(opened, wire.NamespaceOpened)

@@ -57,6 +57,9 @@ VERBS = {
     "fsck": Verb("ebbtide.fsck", "check what lies in a disk directory"),
     "stats": Verb("ebbtide.stats", "tell what each namespace of a disk directory holds"),
     "purge": Verb("ebbtide.purge", "forget a namespace and overwrite what it held"),
+    "reset": Verb("ebbtide.reset", "have a running store forget a namespace"),
+    "pin": Verb("ebbtide.pin", "have a running store keep records in memory"),
+    "unpin": Verb("ebbtide.unpin", "undo pin"),
     "bench": Verb("ebbtide.bench.cli", "measure tiers and offloading"),
     "replay": Verb("ebbtide.bench.replay", "run a recorded trace through the policies"),
 }
@@ -64,9 +67,9 @@ VERBS = {
 # Which extra of the distribution brings a package that a verb may miss.
 EXTRAS = {
     "torch": "torch",
-    "starlette": "daemon",
-    "uvicorn": "daemon",
-    "prometheus_client": "daemon",
+    "starlette": "http",
+    "uvicorn": "http",
+    "prometheus_client": "http",
 }
 
 

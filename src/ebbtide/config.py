@@ -31,14 +31,17 @@ from ebbtide.config_checks import (
 from ebbtide.config_schema import (
     DERIVED,
     FIELDS,
+    OPTIONAL_SECTIONS,
     SECTIONS,
     Config,
     ConnectorConfig,
     DiskConfig,
     Field,
+    HttpConfig,
     Kind,
     LimitsConfig,
     MemoryConfig,
+    ServerConfig,
 )
 from ebbtide.errors import ConfigError
 from ebbtide.sizes import exact_duration, exact_size, parse_duration, parse_size
@@ -48,10 +51,12 @@ __all__ = [
     "ConnectorConfig",
     "DiskConfig",
     "Door",
+    "HttpConfig",
     "LimitsConfig",
     "LoadedConfig",
     "MemoryConfig",
     "Origin",
+    "ServerConfig",
     "capacity_table",
     "check_consistent",
     "check_disk_fits",
@@ -68,11 +73,15 @@ PREFIX = "EBBTIDE_"
 # Variables with our prefix that are no configuration: the file, the log level, whether compiled
 # code is left out, and test data.
 RESERVED = frozenset(
-    PREFIX + name for name in ("CONFIG", "LOG", "PURE", "GOLDEN", "TRACES", "ORACLE_TRACES")
+    PREFIX + name
+    for name in ("CONFIG", "LOG", "PURE", "HTTP_TOKEN", "GOLDEN", "TRACES", "ORACLE_TRACES")
 )
 TEST_PREFIX = PREFIX + "TEST_"  # how long a test runs: never a setting
 # Old spelling -> present spelling, both as paths. An old one still works, with one warning.
 RENAMED: dict[str, str] = {}
+
+
+Written = str | int | float | bool | list[int] | None  # as a configuration spells a value
 
 
 class Door(StrEnum):
@@ -222,11 +231,21 @@ def _from_engine(extra: Mapping[str, object] | str) -> dict[str, _Given]:
     return _flatten(tree, origin)
 
 
+def parse_list(text: str) -> list[str]:
+    """Return the parts of "1000, 1001", or of "[1000, 1001]"."""
+    inside = text.strip().removeprefix("[").removesuffix("]")
+    return [part.strip() for part in inside.split(",")] if inside.strip() else []
+
+
 def _convert(field: Field, given: _Given) -> object:
     """Return the value as the program uses it. Raises `ConfigError` that names path and door."""
     value = given.value
+    # Everything in the environment is text; in the other doors a quoted number is a mistake.
+    text_only = given.origin.door is Door.ENVIRONMENT
     try:
-        if field.kind is not Kind.PLAIN:
+        if field.kind is Kind.LIST and text_only:
+            value = parse_list(str(value))
+        elif field.kind in (Kind.SIZE, Kind.DURATION):
             if not isinstance(value, str):
                 example = "8GiB" if field.kind is Kind.SIZE else "250ms"
                 raise ConfigError(
@@ -234,8 +253,6 @@ def _convert(field: Field, given: _Given) -> object:
                     next_step=f"Write a number and a unit as text, like {example!r}",
                 )
             value = parse_size(value) if field.kind is Kind.SIZE else parse_duration(value)
-        # Everything in the environment is text; in the other doors a quoted number is a mistake.
-        text_only = given.origin.door is Door.ENVIRONMENT
         return msgspec.convert(value, field.type, strict=not text_only)
     except msgspec.ValidationError as error:
         raise ConfigError(
@@ -272,10 +289,9 @@ def load_config(
     if extra is not None:
         given.update(_from_engine(extra))
 
-    has_disk = any(path.startswith("disk.") for path in given)
-    fields = {
-        path: field for path, field in FIELDS.items() if has_disk or not path.startswith("disk.")
-    }
+    sections = {path.partition(".")[0] for path in given}
+    absent = [name for name in OPTIONAL_SECTIONS if name not in sections]
+    fields = {path: field for path, field in FIELDS.items() if path.partition(".")[0] not in absent}
     # What is there is judged before what is missing.
     values: dict[str, Any] = {path: _convert(fields[path], value) for path, value in given.items()}
     origins: dict[str, Origin] = {}
@@ -311,14 +327,14 @@ def _assemble(fields: Mapping[str, Field], values: Mapping[str, Any]) -> Config:
     return Config(**top)
 
 
-def written_value(config: Config, path: str) -> str | int | float | bool | None:
+def written_value(config: Config, path: str) -> Written:
     """Return the value at `path` as a configuration spells it: sizes and durations as text."""
     field = FIELDS[path]
     section = path.rpartition(".")[0]
     value = getattr(getattr(config, section) if section else config, field.attribute)
     if field.kind is Kind.SIZE:
         return exact_size(value)
-    written: str | int | float | bool | None = (
-        exact_duration(value) if field.kind is Kind.DURATION else value
-    )
+    if field.kind is Kind.LIST:
+        return list(value)
+    written: Written = exact_duration(value) if field.kind is Kind.DURATION else value
     return written

@@ -5,6 +5,7 @@ Each check raises `ConfigError` with both numbers, before anything is allocated.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from ebbtide.config_schema import (
     SLOT_ALIGNMENT,
     Config,
     DiskConfig,
+    HttpConfig,
     MemoryConfig,
 )
 from ebbtide.errors import ConfigError
@@ -50,6 +52,21 @@ def _refuse_below(least: int, name: str, value: int) -> None:
         )
 
 
+def _check_http(http: HttpConfig) -> None:
+    if http.token_file is not None:
+        _check_absolute(http.token_file, "http.token_file")
+    if http.host == "localhost":
+        return
+    try:
+        ipaddress.ip_address(http.host)
+    except ValueError as error:
+        # What a name means depends on who answers for it: not for deciding who may connect.
+        raise ConfigError(
+            f"http.host is {http.host!r}, which is no address",
+            next_step='Write an IP address, or "localhost"',
+        ) from error
+
+
 def check_consistent(config: Config) -> None:
     """Raise `ConfigError` when values contradict each other or a path cannot be used anywhere."""
     memory, disk = config.memory, config.disk
@@ -65,6 +82,8 @@ def check_consistent(config: Config) -> None:
                 f"socket has a path of {length} bytes, and Linux allows {SOCKET_PATH_MAX}",
                 next_step="Choose a shorter directory",
             )
+    if config.http is not None:
+        _check_http(config.http)
     if disk is not None:
         _check_absolute(disk.path, "disk.path")
         _refuse_below(DISK_CAPACITY_MIN, "disk.capacity", disk.capacity_bytes)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ebbtide.config import LoadedConfig, check_fits, load_config, written_value
+from ebbtide.config import LoadedConfig, check_fits, load_config, parse_list, written_value
 from ebbtide.config_schema import (
     FIELDS,
     VLLM_CONNECTOR,
@@ -19,6 +19,7 @@ from ebbtide.config_schema import (
     VLLM_ROLES,
     Kind,
 )
+from ebbtide.connectors.http.token import read_token
 from ebbtide.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -124,10 +125,11 @@ def _absolute(path: str, option: str) -> str:
 def _typed(path: str, text: str) -> object:
     """Return `text` as JSON has to spell it; what does not convert is refused when it is loaded."""
     field = FIELDS.get(path)
-    if field is None or field.kind is not Kind.PLAIN:
+    if field is None or field.kind in (Kind.SIZE, Kind.DURATION):
         return text
+    given = parse_list(text) if field.kind is Kind.LIST else text
     try:
-        return msgspec.convert(text, field.type, strict=False)
+        return msgspec.convert(given, field.type, strict=False)
     except msgspec.ValidationError:
         return text
 
@@ -194,6 +196,8 @@ def run(args: argparse.Namespace) -> int:
         config = load_config(environ=os.environ, file=args.file).config
         if not args.any_machine:
             check_fits(config)
+            if config.http is not None:
+                read_token(config.http)
         print(f"{args.file}: ok")
         return 0
     loaded = load_config(environ=os.environ, file=args.file)

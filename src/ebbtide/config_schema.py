@@ -119,6 +119,35 @@ class LimitsConfig(Section, frozen=True, kw_only=True):
     ] = 128 * MIB
 
 
+UID_MAX = 2**32 - 2  # the highest number means "no user"
+
+
+class ServerConfig(Section, frozen=True, kw_only=True):
+    """Who may be at the other end of the socket. Both ends read it: neither trusts a stranger."""
+
+    allow_uids: Annotated[
+        tuple[Annotated[int, Meta(ge=0, le=UID_MAX)], ...],
+        Meta(description="Users, by number, that are trusted besides one's own and root."),
+    ] = ()
+    socket_group: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(description="Group, by name or number, that may open the socket; unset: nobody else."),
+    ] = None
+
+
+class HttpConfig(Section, frozen=True, kw_only=True):
+    """Probes and numbers over HTTP. Absent as a whole when no port is given."""
+
+    port: Annotated[int, Meta(ge=0, le=65_535, description="TCP port; 0: one that is free.")]
+    host: Annotated[
+        str, Meta(min_length=1, description="Address to listen on; not loopback: needs a token.")
+    ] = "127.0.0.1"
+    token_file: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(description="File with the token that /metrics and /stats want; unset: none."),
+    ] = None
+
+
 class ConnectorConfig(Section, frozen=True, kw_only=True):
     """What the halves in an engine do. The store reads none of it."""
 
@@ -173,6 +202,8 @@ class Config(Section, frozen=True, kw_only=True):
     ] = None
     disk: DiskConfig | None = None
     limits: LimitsConfig = LimitsConfig()
+    server: ServerConfig = ServerConfig()
+    http: HttpConfig | None = None
     connector: ConnectorConfig = ConnectorConfig()
 
 
@@ -182,6 +213,7 @@ class Kind(Enum):
     PLAIN = "as it is"
     SIZE = "a size"
     DURATION = "a duration"
+    LIST = "a list"
 
 
 class Field(NamedTuple):
@@ -199,8 +231,13 @@ SECTIONS: Mapping[str, type[Section]] = {
     "memory": MemoryConfig,
     "disk": DiskConfig,
     "limits": LimitsConfig,
+    "server": ServerConfig,
+    "http": HttpConfig,
     "connector": ConnectorConfig,
 }
+
+
+OPTIONAL_SECTIONS = ("disk", "http")  # there when a value of theirs is given
 
 
 class Derived(NamedTuple):
@@ -227,7 +264,9 @@ DERIVED: Mapping[str, Derived] = {
 }
 
 
-def _kind(attribute: str) -> Kind:
+def _kind(attribute: str, default: object) -> Kind:
+    if isinstance(default, tuple):
+        return Kind.LIST
     if attribute.endswith("_bytes"):
         return Kind.SIZE
     return Kind.DURATION if attribute.endswith("_s") else Kind.PLAIN
@@ -243,7 +282,7 @@ def _fields_of(struct: type[Section], prefix: str) -> list[Field]:
             Field(
                 path=prefix + info.encode_name,
                 attribute=info.name,
-                kind=_kind(info.name),
+                kind=_kind(info.name, info.default),
                 type=info.type,
                 default=info.default,
                 doc=documented[0].description or "" if documented else "",

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from ebbtide.config import check_disk_fits
 from ebbtide.config_checks import disk_room_bytes
+from ebbtide.connectors.endpoint import check_socket_directory
 from ebbtide.doctor_checks import Finding, Verdict, ok, problem, refused, warning
 from ebbtide.errors import ConfigError
 from ebbtide.sizes import format_size
@@ -162,4 +163,8 @@ def check_socket(path: str | None) -> list[Finding]:
     directory = os.path.dirname(path)
     if os.path.lexists(path) and not stat.S_ISSOCK(os.lstat(path).st_mode):
         return [problem("socket", f"{path} is there and no socket", "Remove it or choose another")]
+    try:
+        check_socket_directory(_nearest(directory))
+    except ConfigError as error:
+        return [refused("socket", error)]
     return _check_writing("socket", directory, direct=False)

@@ -38,6 +38,10 @@ class ProtocolError(EbbtideError):
     """The peer sent bytes that the protocol does not allow. Ends that connection, nothing else."""
 
 
+class AccessDeniedError(EbbtideError):
+    """The user at the other end is not one that may be there. Ends that connection."""
+
+
 class CorruptRecordError(EbbtideError):
     """Bytes do not match their digest. The record is a miss from now on."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from ebbtide.chosen import NAME_DIGITS, add_store
 from ebbtide.cli import EXIT_DONE
 from ebbtide.connectors.owner import reach_owner
 from ebbtide.sizes import format_size
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping
 
-NAME_DIGITS = 12  # of a namespace's digest, in hex: its name for humans
 COUNTS = {
     "hits": "hits",
     "misses": "computed and stored, because",
@@ -26,8 +26,7 @@ _AGES = ((86_400, "d"), (3600, "h"), (60, "min"))
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
-    parser.add_argument("directory", metavar="DIR", help="[disk] path of a store")
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    add_store(parser)
 
 
 def run(args: argparse.Namespace) -> int:

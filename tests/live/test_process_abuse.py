@@ -184,9 +184,11 @@ def _status(pid: int, field: str) -> str:
 def test_more_connections_than_the_bound_are_closed_and_later_ones_served(house: House) -> None:
     house.start(limits={"connections_max": 2})
     first, second = _greeted(house), _greeted(house)
-    third = _connect(house)
-    assert third.recv(1) == b""
-    third.close()
+    ((ticket, failure),) = _last_words(_connect(house))
+    assert ticket == 0
+    assert isinstance(failure, wire.Failure)
+    assert failure.error == "NoSpaceError"
+    assert "connections_max=2" in failure.problem
     second.close()
     eventually(lambda: _serves(house))
     first.close()

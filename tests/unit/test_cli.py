@@ -133,7 +133,7 @@ def test_wrong_usage_is_code_2_and_says_so_on_stderr(
         (
             fail(ModuleNotFoundError("No module", name="uvicorn.config")),
             1,
-            "ebbtide: this needs the package uvicorn. Install it: pip install 'ebbtide[daemon]'\n",
+            "ebbtide: this needs the package uvicorn. Install it: pip install 'ebbtide[http]'\n",
         ),
         (
             fail(ModuleNotFoundError("No module", name="shtab")),

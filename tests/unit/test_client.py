@@ -180,7 +180,7 @@ def test_a_descriptor_that_is_no_memory_is_refused(store: FakeStore) -> None:
 def test_a_socket_of_another_user_is_refused(
     store: FakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_module, "trusted", lambda peer: False)
+    monkeypatch.setattr(client_module, "trusted", lambda peer, uids: False)
     with pytest.raises(TierUnavailableError, match="another user"):
         _connect(store)
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MEMORY = {"memory": {"capacity": "8GiB"}}
+HTTP: dict[str, dict[str, object]] = {"http": {"port": 9400}}
 DISK = {"disk": {"path": "/cache", "capacity": "200GiB"}}
 
 
@@ -74,7 +75,23 @@ def test_the_defaults_are_those_of_the_design() -> None:
         "store_timeout_s": 5.0,
         "weights_revision": None,
     }
+    assert msgspec.structs.asdict(config.server) == {"allow_uids": (), "socket_group": None}
     assert config.socket is None
+
+
+def test_a_list_is_a_list_in_each_door_and_parts_with_commas_in_a_variable(tmp_path: Path) -> None:
+    file = tmp_path / "ebbtide.toml"
+    file.write_text('[memory]\ncapacity = "8GiB"\n[server]\nallow_uids = [7, 8]\n')
+    assert load_config(None, {}, file).config.server.allow_uids == (7, 8)
+    for text, uids in (("9", (9,)), (" 9, 10 ", (9, 10)), ("[11,12]", (11, 12)), ("", ())):
+        environ = {"EBBTIDE_SERVER__ALLOW_UIDS": text}
+        config = load_config(None, environ, file).config
+        assert config.server.allow_uids == uids
+        assert written_value(config, "server.allow_uids") == list(uids)
+    for wrong in ("nobody", "-1", "1,,2", "4294967295"):
+        assert "server.allow_uids" in refusal(MEMORY, {"EBBTIDE_SERVER__ALLOW_UIDS": wrong})
+    assert "server.allow_uids" in refusal(MEMORY | {"server": {"allow_uids": "7"}})
+    assert "server.allow_uids" in refusal(MEMORY | {"server": {"allow_uids": ["7"]}})
 
 
 def test_derived_defaults_follow_small_capacities() -> None:
@@ -177,13 +194,14 @@ def test_variables_are_text_of_every_type() -> None:
 def test_every_field_is_documented_and_has_a_variable_that_reaches_it(path: str) -> None:
     field = FIELDS[path]
     assert field.doc.endswith(".")
-    loaded = load_config(MEMORY | DISK, {})
+    loaded = load_config({**MEMORY, **DISK, **HTTP}, {})
     value = written_value(loaded.config, path)
-    text = {True: "true", None: "/run/s"}.get(value, str(value))  # type: ignore[arg-type]
+    text = "true" if value is True else "/run/s" if value is None else str(value)
     environ = {
         "EBBTIDE_MEMORY__CAPACITY": "8GiB",
         "EBBTIDE_DISK__PATH": "/cache",
         "EBBTIDE_DISK__CAPACITY": "200GiB",
+        "EBBTIDE_HTTP__PORT": "9400",
         variable_name(path): text,
     }
     again = load_config(None, environ)
@@ -204,6 +222,10 @@ def test_units_are_in_the_names_of_all_fields_that_have_one() -> None:
         "disk.write_threads",
         "limits.ghost_entries",
         "limits.connections_max",
+        "server.socket_group",
+        "http.port",
+        "http.host",
+        "http.token_file",
         "connector.stores",
         "connector.prompt_only",
         "connector.copy",

@@ -64,6 +64,9 @@ MESSAGES: dict[type[wire.Message], SearchStrategy[wire.Message]] = {
     wire.Describe: st.builds(wire.Describe, U64),
     wire.Check: st.builds(wire.Check, U64),
     wire.Purge: st.builds(wire.Purge, st.binary(min_size=32, max_size=32)),
+    wire.Find: st.builds(wire.Find, st.binary(min_size=32, max_size=32)),
+    wire.PinRecords: st.builds(wire.PinRecords, st.binary(min_size=32, max_size=32), KEYS),
+    wire.UnpinRecords: st.builds(wire.UnpinRecords, st.binary(min_size=32, max_size=32), KEYS),
     wire.Welcome: st.builds(
         wire.Welcome, st.binary(min_size=16, max_size=16), U64, U64, U32, U64, U32, VERSIONS
     ),

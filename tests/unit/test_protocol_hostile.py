@@ -42,6 +42,9 @@ HONEST: list[wire.Message] = [
     wire.Describe(7),
     wire.Check(1 << 40),
     wire.Purge(bytes(range(32))),
+    wire.Find(bytes(range(32))),
+    wire.PinRecords(bytes(32), (KEY,)),
+    wire.UnpinRecords(bytes(32)),
     wire.Welcome(bytes(16), 1, 2, 3, 4, 5),
     wire.NamespaceOpened(1, bytes(32), 2, 3),
     wire.States(bytes(9)),
@@ -108,7 +111,7 @@ def test_garbage_raises_nothing_but_protocol_errors(garbage: bytes) -> None:
                 wire.Decoder().feed(stream)
 
 
-@pytest.mark.parametrize("kind", [0, 20, 64, 68, 71, 77, 126, 128, 255])
+@pytest.mark.parametrize("kind", [0, 23, 64, 68, 71, 77, 126, 128, 255])
 def test_an_unknown_kind_is_refused_before_its_body_has_come(kind: int) -> None:
     _refused(_frame(kind, b"", size=1000))
 
@@ -294,6 +297,12 @@ def test_a_pickle_is_only_garbage() -> None:
         (19, {"namespace": bytes(33)}),
         (19, {"namespace": "a" * 32}),
         (19, {"name": bytes(32)}),
+        (20, {"namespace": bytes(31)}),
+        (21, {"namespace": bytes(32)}),
+        (21, {"namespace": bytes(32), "keys": [bytes(35)]}),
+        (21, {"namespace": bytes(32), "keys": ["a" * 36]}),
+        (22, {"namespace": bytes(33), "keys": []}),
+        (22, {"namespace": bytes(32), "keys": [bytes(36)] * 1025}),
         (66, {"namespace": True, "digest": b"", "records": 0, "bytes": 0}),
         (76, {"report": []}),
         (127, {"error": "E", "problem": "p"}),

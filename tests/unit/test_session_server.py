@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from ebbtide.connectors import connection as connection_module
 from ebbtide.connectors import endpoint as endpoint_module
 from ebbtide.connectors import protocol as wire
-from ebbtide.connectors import server as server_module
 from ebbtide.connectors.endpoint import Endpoint, answers, has_exited, peer_process
 from ebbtide.connectors.server import AsyncioRuntime, StoreServer
 from ebbtide.errors import ConfigError
@@ -123,7 +123,7 @@ async def test_a_fault_in_one_request_is_answered_counted_and_left_behind(
     answers: list[tuple[int, wire.Message]] = []
     while len(answers) < 2:
         answers += await rim.hear(peer)
-    assert answers == [(7, server_module.FAULT), (8, wire.Ok())]
+    assert answers == [(7, connection_module.FAULT), (8, wire.Ok())]
     assert rim.store.counts["faults"] == 1
 
 
@@ -149,7 +149,7 @@ async def test_requests_behind_the_end_of_a_connection_are_not_acted_on(rim: Rim
 async def test_answers_that_pile_up_end_the_connection(
     rim: Rim, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_module, "OUTBOX_BYTES_MAX", 1 << 20)
+    monkeypatch.setattr(connection_module, "OUTBOX_BYTES_MAX", 1 << 20)
     peer = await rim.greeted()
     (connection,) = rim.server._connections
     for _ in range(40):
@@ -165,7 +165,7 @@ async def test_a_process_that_cannot_be_watched_gets_no_arena(
     def unseen(peer: socket.socket) -> None:
         raise ProcessLookupError(errno.ESRCH, "No such process")
 
-    monkeypatch.setattr(server_module, "peer_process", unseen)
+    monkeypatch.setattr(connection_module, "peer_process", unseen)
     peer = await rim.connect()
     await rim.say(peer, 0, wire.Hello(bytes(16), "worker", True))
     ((ticket, message),) = await rim.hear(peer)

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
-from ebbtide.errors import MisuseError
+from ebbtide.errors import MisuseError, NoSpaceError
 from ebbtide.testing import SimStore, descriptor
 from ebbtide.testing.conformance import key_of
+from ebbtide.tiers.index import StoredNamespace
+from ebbtide.tiers.lookups import OTHERS_MAX, REASONS_MAX
 from ebbtide.tiers.namespace import INSTANCE_FIELDS, Descriptor, namespace_digest
+from ebbtide.tiers.namespaces import Namespaces
 from ebbtide.tiers.reasons import Miss, Place
 
 # Every field, in digest order, with a value that means other bytes. A new field fails the tests
@@ -122,3 +125,34 @@ def test_a_pending_namespace_stores_and_serves_nothing_until_it_is_final() -> No
         sim.put(space, [key_of(1)], 100)
         sim.store.open_namespace(pairs, pending=True)  # somebody else is late: still final
         assert sim.store.lookup(space, [key_of(1)]) == bytes([Place.MEMORY])
+
+
+def test_a_missing_key_is_looked_for_in_the_namespaces_opened_last_and_in_no_more(
+    sim: SimStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = sim.namespace("old")
+    sim.put(old, [key_of(1)], 4096)
+    others = [sim.namespace(str(number)) for number in range(OTHERS_MAX - 1)]
+    assert sim.store.miss_reason(others[0], key_of(1)) is Miss.OTHER_NAMESPACE
+    others += [sim.namespace(str(number)) for number in range(OTHERS_MAX, 300)]
+    assert sim.store.miss_reason(others[0], key_of(1)) is Miss.NEVER_SEEN
+    asked = 0
+    index = sim.store.memory.index
+
+    def counted(epoch: int) -> Any:
+        nonlocal asked
+        asked += 1
+        return index(epoch)
+
+    monkeypatch.setattr(sim.store.memory, "index", counted)
+    sim.store.lookup(others[0], [key_of(number) for number in range(200)])
+    assert asked <= REASONS_MAX * OTHERS_MAX + 2
+
+
+def test_namespaces_are_bounded_those_of_the_directory_included() -> None:
+    known = [StoredNamespace(bytes([number]) * 32, number, []) for number in range(3)]
+    namespaces = Namespaces(known, 4)
+    first = namespaces.open([["model", "a"]], pending=False)
+    with pytest.raises(NoSpaceError, match="as many namespaces"):
+        namespaces.open([["model", "b"]], pending=False)
+    assert namespaces.open([["model", "a"]], pending=False) is first

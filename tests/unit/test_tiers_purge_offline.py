@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.disk_rig import EPOCH, NAMESPACE, DiskRig, payload_of
 
+from ebbtide.chosen import choose
 from ebbtide.errors import ConfigError, TierUnavailableError
-from ebbtide.purge import choose
 from ebbtide.testing.conformance import key_of
 from ebbtide.tiers.directory import Directory
 from ebbtide.tiers.fsck import check_directory
