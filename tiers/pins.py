@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from ebbtide.tiers.memory import State
@@ -20,10 +21,14 @@ class Pins:
         self._bytes_max = bytes_max
         self._counts: dict[MemoryRecord, int] = {}
         self._bytes = 0
+        self._bytes_of: Counter[int] = Counter()  # by epoch
 
     def pin(self, epoch: int, keys: Iterable[bytes]) -> int:
-        """Pin what memory holds whole; stops at the bound. Returns how many were pinned."""
-        pinned = 0
+        """Pin what memory holds whole; stops at the bound. Returns how many were pinned.
+
+        Of a cap, as of the whole, only half can be pinned: loads need the rest.
+        """
+        pinned, own_max = 0, self._memory.space.shares.cap_bytes(epoch) // 2
         for key in keys:
             record = self._memory.find(epoch, key)
             if record is None or record.state is not State.WHOLE:
@@ -31,8 +36,12 @@ class Pins:
             if record not in self._counts:
                 if self._bytes + record.stride > self._bytes_max:
                     break
+                capped = own_max < self._memory.space.capacity_bytes // 2
+                if capped and self._bytes_of[epoch] + record.stride > own_max:
+                    break
                 self._counts[record] = 0
                 self._bytes += record.stride
+                self._bytes_of[epoch] += record.stride
             self._counts[record] += 1
             self._memory.pin(record)
             pinned += 1
@@ -66,3 +75,6 @@ class Pins:
         if self._counts.get(record) == 0:
             del self._counts[record]
             self._bytes -= record.stride
+            self._bytes_of[record.epoch] -= record.stride
+            if not self._bytes_of[record.epoch]:
+                del self._bytes_of[record.epoch]

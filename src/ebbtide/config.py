@@ -35,6 +35,7 @@ from ebbtide.config_schema import (
     Config,
     ConnectorConfig,
     DiskConfig,
+    FairnessConfig,
     Field,
     Kind,
     LimitsConfig,
@@ -48,6 +49,7 @@ __all__ = [
     "ConnectorConfig",
     "DiskConfig",
     "Door",
+    "FairnessConfig",
     "LimitsConfig",
     "LoadedConfig",
     "MemoryConfig",
@@ -235,8 +237,10 @@ def _convert(field: Field, given: _Given) -> object:
             value = parse_size(value) if field.kind is Kind.SIZE else parse_duration(value)
         # Everything in the environment is text; in the other doors a quoted number is a mistake.
         text_only = given.origin.door is Door.ENVIRONMENT
+        if text_only and isinstance(field.default, tuple):  # a list of tables: JSON
+            return msgspec.json.decode(str(value), type=field.type)
         return msgspec.convert(value, field.type, strict=not text_only)
-    except msgspec.ValidationError as error:
+    except msgspec.DecodeError as error:  # not JSON, or not what it should be
         raise ConfigError(
             f"{field.path}: {error}, was {given.value!r}", next_step=field.doc, door=given.origin
         ) from error
@@ -310,14 +314,18 @@ def _assemble(fields: Mapping[str, Field], values: Mapping[str, Any]) -> Config:
     return Config(**top)
 
 
-def written_value(config: Config, path: str) -> str | int | float | bool | None:
+Written = str | int | float | bool | None | list[dict[str, Any]]
+
+
+def written_value(config: Config, path: str) -> Written:
     """Return the value at `path` as a configuration spells it: sizes and durations as text."""
     field = FIELDS[path]
     section = path.rpartition(".")[0]
     value = getattr(getattr(config, section) if section else config, field.attribute)
     if field.kind is Kind.SIZE:
         return exact_size(value)
-    written: str | int | float | bool | None = (
-        exact_duration(value) if field.kind is Kind.DURATION else value
-    )
+    if isinstance(value, tuple):
+        tables = [msgspec.structs.asdict(table) for table in value]
+        return [{k: v for k, v in table.items() if v is not None} for table in tables]
+    written: Written = exact_duration(value) if field.kind is Kind.DURATION else value
     return written

@@ -117,6 +117,34 @@ class LimitsConfig(Section, frozen=True, kw_only=True):
     write_queue_bytes: Annotated[
         int, Meta(ge=1, description="Bytes that may wait for the disk; what exceeds it is shed.")
     ] = 128 * MIB
+    store_window_bytes: Annotated[
+        int,
+        Meta(ge=1, description="Most arena bytes that one engine may write to at the same time."),
+    ] = GIB
+
+
+class NamespaceFairness(Section, frozen=True, kw_only=True):
+    """The shares of the namespaces with a field that contains `match`."""
+
+    match: Annotated[str, Meta(min_length=1)]
+    floor: Annotated[float, Meta(ge=0, le=1)] | None = None  # None: the section's
+    cap: Annotated[float, Meta(gt=0, le=1)] | None = None
+
+
+class FairnessConfig(Section, frozen=True, kw_only=True):
+    """How the namespaces of one store share memory and disk."""
+
+    floor: Annotated[
+        float,
+        Meta(ge=0, le=1, description="Share of each tier that no other namespace takes from one."),
+    ] = 0.0
+    cap: Annotated[
+        float, Meta(gt=0, le=1, description="Most of each tier that one namespace may hold.")
+    ] = 1.0
+    namespace: Annotated[
+        tuple[NamespaceFairness, ...],
+        Meta(description="Other shares for the namespaces with a field that contains `match`."),
+    ] = ()
 
 
 class ConnectorConfig(Section, frozen=True, kw_only=True):
@@ -169,6 +197,7 @@ class Config(Section, frozen=True, kw_only=True):
     ] = None
     disk: DiskConfig | None = None
     limits: LimitsConfig = LimitsConfig()
+    fairness: FairnessConfig = FairnessConfig()
     connector: ConnectorConfig = ConnectorConfig()
 
 
@@ -195,6 +224,7 @@ SECTIONS: Mapping[str, type[Section]] = {
     "memory": MemoryConfig,
     "disk": DiskConfig,
     "limits": LimitsConfig,
+    "fairness": FairnessConfig,
     "connector": ConnectorConfig,
 }
 

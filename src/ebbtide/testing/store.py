@@ -15,6 +15,8 @@ from ebbtide.tiers.bounds import Bounds
 from ebbtide.tiers.directory import INDEX_BYTES_MIN, SMALL_FILES_BYTES
 from ebbtide.tiers.namespace import Descriptor
 from ebbtide.tiers.opening import OpenDisk
+from ebbtide.tiers.quotas import Quotas, Rule
+from ebbtide.tiers.shares import NO_QUOTA, Quota
 from ebbtide.tiers.store import Store
 
 if TYPE_CHECKING:
@@ -74,9 +76,14 @@ class SimStore:
         commit_batch_bytes: int | None = None,
         bounds: Bounds | None = None,
         reopens: bool = False,
+        fairness: tuple[Quota, Sequence[Rule]] = (NO_QUOTA, ()),
     ) -> None:
-        """`reopens`: a tier that is down comes back by itself, and a drive that hangs goes down."""
+        """`fairness`: the default quota of a namespace, and rules (`tiers.quotas`).
+
+        `reopens`: a tier that is down comes back by itself, and a drive that hangs goes down.
+        """
         self.reopens = reopens
+        self.fairness = fairness
         self.random = Random(seed)
         self.memory_bytes = memory_bytes
         self.disk_path = disk_path
@@ -221,6 +228,7 @@ class SimStore:
         self.slab: FaultSlab | None = None
         self.health: DiskHealth | None
         self.open_disk: OpenDisk | None = None
+        quotas = Quotas(*self.fairness)
         if self.disk_path is not None:
             self.open_disk = OpenDisk(
                 self.runtime,
@@ -228,6 +236,7 @@ class SimStore:
                 disk_bytes_for(self.slab_bytes),
                 commit_batch_bytes=self.commit_batch_bytes,
                 records_max=self.records_max,
+                quotas=quotas,
                 wrap_slab=self._on_device,
                 probe_index=lambda path: True,  # a child at every power cut would take too long
             )
@@ -238,6 +247,7 @@ class SimStore:
             self.bounds,
             stored_namespaces=self.open_disk.namespaces if self.open_disk else (),
             admission=self.admission,
+            quotas=quotas,
         )
         self.health = None
         if self.reopens and self.open_disk is not None:
