@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ebbtide.connectors import protocol as wire
 from ebbtide.connectors.endpoint import Process, has_exited, peer_process, trusted
 from ebbtide.connectors.session import Session, failure_of
+from ebbtide.connectors.turns import Turns
 from ebbtide.errors import ProtocolError
 from ebbtide.tiers.runtime import ThreadRuntime, Timer
 from ebbtide.tiers.supervisor import supervised
@@ -21,6 +22,7 @@ from ebbtide.tiers.supervisor import supervised
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ebbtide.connectors.turns import Pieces
     from ebbtide.tiers.store import Store
 
 _log = logging.getLogger("ebbtide.server")
@@ -80,6 +82,8 @@ class _Connection:
         self._waiting = False  # for the peer to read
         self._closed = False
         self.session: Session | None = None
+        self._lane = server.turns.lane(self._pieces, self._met_fault)
+        self._reading = True
         self._loop.add_reader(peer, self._readable)
 
     def send(self, ticket: int, message: wire.Message) -> None:
@@ -100,6 +104,7 @@ class _Connection:
         self._loop.remove_writer(self._peer)
         self._peer.close()
         self._outbox.clear()
+        self._lane.close()
         if self.session is not None:
             self.session.disconnected()
         self._server.connection_closed(self)
@@ -124,18 +129,37 @@ class _Connection:
             if self._closed:
                 return
             if not supervised(self._take, ticket, message):
-                self._server.count_fault()
-                if message.answered:
-                    self.send(ticket, FAULT)
+                self._met_fault(ticket, message)
+        if self._lane.is_full and not self._closed:
+            self._reading = False  # its own stores first; whoever else has sent something goes on
+            self._loop.remove_reader(self._peer)
 
     def _take(self, ticket: int, message: wire.Message) -> None:
         try:
-            if self.session is not None:
-                self.session.handle(ticket, message)
-            else:
+            if self.session is None:
                 self._greet(message)
+            elif self._lane.takes(message):
+                self._lane.put(ticket, message)
+            else:
+                self.session.handle(ticket, message)
         except ProtocolError as error:
             self._refuse(error)
+
+    def _pieces(self, ticket: int, message: wire.Message) -> Pieces:
+        """Deal with a message that has waited for its turn."""
+        assert self.session is not None
+        if not self._reading and not self._closed:
+            self._reading = True
+            self._loop.add_reader(self._peer, self._readable)
+        try:
+            yield from self.session.pieces(ticket, message)
+        except ProtocolError as error:
+            self._refuse(error)
+
+    def _met_fault(self, ticket: int, message: wire.Message) -> None:
+        self._server.count_fault()
+        if message.answered:
+            self.send(ticket, FAULT)
 
     def _refuse(self, error: ProtocolError) -> None:
         _log.warning("A connection ends: %s", error)
@@ -213,6 +237,7 @@ class StoreServer:
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.store = store
+        self.turns = Turns(self.loop.call_soon)
         self.inbox = memoryview(bytearray(RECEIVE_BYTES))
         self.welcome = wire.Welcome(
             store=os.urandom(16),

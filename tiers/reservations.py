@@ -14,7 +14,7 @@ from ebbtide.tiers.digest import record_digest
 from ebbtide.tiers.key_index import NO_ROW
 from ebbtide.tiers.memory import State
 from ebbtide.tiers.reasons import Miss
-from ebbtide.tiers.runtime import VERIFY
+from ebbtide.tiers.runtime import DIGEST
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -123,7 +123,7 @@ class Reservations:
             store.slots_freed()
             reply(bytes(codes))
 
-        store.runtime.start(VERIFY, take, mine, taken)
+        store.runtime.start(DIGEST, take, mine, taken)
 
     def abort(self, engine: bytes, sequences: Sequence[int]) -> bytes:
         """See `Store.abort`."""
