@@ -148,7 +148,7 @@ class _Connection:
     def _pieces(self, ticket: int, message: wire.Message) -> Pieces:
         """Deal with a message that has waited for its turn."""
         assert self.session is not None
-        if not self._reading and not self._closed:
+        if not (self._reading or self._closed or self._lane.is_full):
             self._reading = True
             self._loop.add_reader(self._peer, self._readable)
         try:

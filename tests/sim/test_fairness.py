@@ -262,5 +262,8 @@ def test_orders_of_namespaces_below_their_caps_are_one_lru(
                 drop(next(n for n, pair in enumerate(pairs) if pair[0].offset == offset))
         elif pairs:
             both(*pairs[which % len(pairs)][:2], verb)
+        for size in (PAGE, 2 * PAGE):
+            cold = [thing.offset for thing in plain.victims(size)]
+            assert cold == [thing.offset for thing in quoted.victims(size, sake=epoch)]
     plain.check_integrity()
     quoted.check_integrity()
