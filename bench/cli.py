@@ -52,6 +52,11 @@ CASES = {
         "opening a directory of many records, and looking them up",
         ("lmdb", "numpy"),
     ),
+    "daemon": BenchCase(
+        "ebbtide.bench.daemon_bench",
+        "one store's process: round trips, several clients, loads beside a flood of stores",
+        ("msgspec", "numpy"),
+    ),
     "vllm": BenchCase(
         "ebbtide.bench.vllm_bench",
         "a real vLLM with the connector against one without",

@@ -500,8 +500,6 @@ class Store:
         A namespace at its cap evicts its own coldest first.
         """
         space, epoch = self.memory.space, namespace.epoch
-        if not self.fits_cap(namespace, length):
-            return None
         while space.shares.excess(epoch, space.stride(length)) > 0:
             coldest = space.coldest_of((epoch,), self._evictable)
             if coldest is None:

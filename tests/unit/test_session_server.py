@@ -145,7 +145,9 @@ async def test_a_fault_in_a_store_that_waited_is_answered_and_left_behind(
     assert rim.store.counts["faults"] == 1
 
 
-async def test_a_lookup_goes_before_the_stores_of_another_connection(rim: Rim) -> None:
+async def test_a_lookup_goes_before_the_stores_of_another_connection(
+    rim: Rim, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It arrives last, and is answered first."""
     flood, other = await rim.greeted(), await rim.greeted()
     await rim.say(other, 1, wire.OpenNamespace([["model", "m"]]))
@@ -165,7 +167,8 @@ async def test_a_lookup_goes_before_the_stores_of_another_connection(rim: Rim) -
         order.append("lookup")
         return lookup(*args)
 
-    rim.store.reserve, rim.store.lookup = reserving, looking_up  # type: ignore[method-assign]
+    monkeypatch.setattr(rim.store, "reserve", reserving)
+    monkeypatch.setattr(rim.store, "lookup", looking_up)
     await rim.say(flood, 3, wire.Reserve(opened.namespace, 4096, keys))
     ((_, grants),) = await rim.hear(flood)
     assert isinstance(grants, wire.Grants)
@@ -202,7 +205,9 @@ async def test_a_connection_with_many_stores_is_not_read_and_all_are_answered(
     assert 0 < paused < len(sent)
 
 
-async def test_a_connection_that_ends_takes_half_a_reservation_back(rim: Rim) -> None:
+async def test_a_connection_that_ends_takes_half_a_reservation_back(
+    rim: Rim, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """1. A reservation is half done. 2. Its connection ends: nobody hears of it. 3. The engine
     lives on in another connection, and nothing is left reserved.
     """
@@ -216,7 +221,7 @@ async def test_a_connection_that_ends_takes_half_a_reservation_back(rim: Rim) ->
         peer.close()
         return reserve(*args)
 
-    rim.store.reserve = reserving  # type: ignore[method-assign]
+    monkeypatch.setattr(rim.store, "reserve", reserving)
     keys = tuple(n.to_bytes(36, "big") for n in range(1000))
     await rim.say(peer, 3, wire.Reserve(opened.namespace, 4096, keys))
     await asyncio.sleep(0.05)

@@ -10,8 +10,8 @@ import pytest
 from ebbtide.testing import RecordingSink, SimStore, descriptor
 from ebbtide.tiers.bounds import Bounds
 from ebbtide.tiers.quotas import Quotas, Rule
-from ebbtide.tiers.reasons import Miss
-from ebbtide.tiers.runtime import READ
+from ebbtide.tiers.reasons import Miss, Place
+from ebbtide.tiers.runtime import READ, WRITE
 from ebbtide.tiers.shares import NO_QUOTA, Quota, Shares
 
 if TYPE_CHECKING:
@@ -199,6 +199,28 @@ def test_caps_and_floors_hold_on_disk(tmp_path: Path) -> None:
         assert sim.store.shares(b)["evicted_for_others"]["disk"] == 14
         assert sim.store.miss_reason(a, keys_of(0)[0]) is Miss.OVER_QUOTA
         sim.store.check_integrity()
+
+
+def test_a_cap_of_the_disk_holds_also_while_its_records_are_being_written(tmp_path: Path) -> None:
+    with SimStore(
+        3,
+        SLOTS * PAGE,
+        disk_path=str(tmp_path / "d"),
+        slab_bytes=16 * PAGE,
+        bounds=replace(Bounds.for_capacity(SLOTS * PAGE), write_after_s=0.0),
+        fairness=rules(a=(0.0, 0.25)),
+    ) as sim:
+        a = sim.namespace("a")
+        disk = sim.store.disk
+        assert disk is not None
+        sim.runtime.hold(WRITE)
+        sim.put(a, keys_of(*range(5)), PAGE)
+        sim.runtime.settle()
+        assert disk.space.shares.used_of[a.epoch] == 4 * PAGE
+        sim.runtime.let_go(WRITE)
+        assert sim.drain()  # the fifth comes when one of these may go
+        assert on_disk(sim, a) == 4
+        assert sim.store.lookup(a, keys_of(4)) == bytes([Place.MEMORY])
 
 
 def test_a_lowered_cap_is_the_first_to_be_evicted_and_a_floor_waits_for_its_engine(
