@@ -232,6 +232,7 @@ def _beside(house: House, pairs: int, seconds: float) -> list[Case]:
             answer = reader.do(Order("raw_loads" if raw else "loads", seconds))
             (ceilings if raw else found).append(answer)
             stored.append(flooder.answer().stored)
+    valid = all(_came(answer) for answer in found) and all(stored)
     return [
         _case(
             "load_beside_stores_p99",
@@ -240,7 +241,7 @@ def _beside(house: House, pairs: int, seconds: float) -> list[Case]:
             [_quantile(answer, 0.99) for answer in found],
             [_quantile(answer, 0.99) for answer in ceilings],
             higher_is_better=False,
-            valid=all(answer.loaded and not answer.wrong for answer in found) and all(stored),
+            valid=valid,
         )
     ]
 
@@ -249,9 +250,19 @@ def _beside(house: House, pairs: int, seconds: float) -> list[Case]:
 
 
 def _is_right(answer: Answer) -> bool:
-    asked = answer.loaded + answer.wrong + answer.missing
-    few = answer.missing <= MISSING_MAX * asked
-    return bool(answer.loaded and answer.stored and not answer.wrong and few)
+    return bool(answer.stored) and _came(answer)
+
+
+def _came(answer: Answer) -> bool:
+    """Whether what was loaded was right, and nearly all of it there."""
+    few = answer.missing <= MISSING_MAX * (answer.loaded + answer.missing)
+    right = bool(answer.loaded) and not answer.wrong and few
+    if not right:
+        _say(
+            f"{answer.loaded} records were loaded, {answer.wrong} were wrong,"
+            f" {answer.missing} missing"
+        )
+    return right
 
 
 def _rate(answer: Answer) -> float:

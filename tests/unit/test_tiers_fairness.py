@@ -201,6 +201,20 @@ def test_caps_and_floors_hold_on_disk(tmp_path: Path) -> None:
         sim.store.check_integrity()
 
 
+def test_room_is_made_ahead_also_where_all_are_at_their_floors(tmp_path: Path) -> None:
+    with small_disk(tmp_path, a=(0.5, 1.0), b=(0.5, 1.0)) as sim:
+        a, b = sim.namespace("a"), sim.namespace("b")
+        for space in (a, b, a):
+            sim.put(space, keys_of(*range(32)), PAGE)
+            assert sim.drain()
+        sim.put(a, keys_of(*range(40, 50)), PAGE)
+        assert sim.drain()
+        disk = sim.store.disk
+        assert disk is not None
+        assert disk.space.used_bytes <= disk.space.capacity_bytes * 15 // 16
+        assert not sim.store.shares(b)["evicted_for_others"].get("disk")
+
+
 def test_a_cap_of_the_disk_holds_also_while_its_records_are_being_written(tmp_path: Path) -> None:
     with SimStore(
         3,
