@@ -175,7 +175,7 @@ class SimStore:
             todo = keys[len(codes) :]
             grants, reason = self.store.reserve(engine, namespace, todo, length)
             if not grants and reason is not None:
-                self.runtime.run_until(lambda: self.could_reserve(length))
+                self.runtime.run_until(lambda: self.could_reserve(length, namespace))
             codes += self.fill(namespace, todo, grants, length, engine)
         return bytes(codes)
 
@@ -197,9 +197,10 @@ class SimStore:
         answers = iter(replies[0])
         return bytes(next(answers) if sequence else 0 for _, sequence in grants)
 
-    def could_reserve(self, length: int) -> bool:
-        """A try with a key of its own, taken back at once."""
-        namespace = self.namespace("probe")
+    def could_reserve(self, length: int, sake: Namespace) -> bool:
+        """A try with a key of its own, taken back at once; where there are quotas within `sake`."""
+        quoted = self.fairness != (NO_QUOTA, ())
+        namespace = sake if quoted else self.namespace("probe")
         grants, _ = self.store.reserve(b"probe", namespace, [b"probe" * 8], length)
         self.store.abort(b"probe", [grant.sequence for grant in grants])
         return bool(grants)

@@ -1,7 +1,7 @@
 """An engine's worker process in small: obeys one command per line, answers with one line.
 
-Usage: engine.py SOCKET ENGINE_ID_HEX [MODEL]. Its records have bytes that follow from their key, so that
-whoever loads one can tell whether each byte is the right one.
+Usage: engine.py SOCKET ENGINE_ID_HEX [MODEL]. Its records have bytes that follow from their key, so
+that whoever loads one can tell whether each byte is the right one.
 """
 
 from __future__ import annotations
