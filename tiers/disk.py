@@ -265,7 +265,7 @@ class DiskTier:
             return
         stride = next(reversed(self.space.classes))
         while free < spare or over_records > 0:
-            victims = self.space.victims(stride, sake=self._putting)
+            victims = self.space.victims(stride, sake=self._putting, strict=True)
             if not victims:
                 return
             for row in victims:

@@ -251,11 +251,14 @@ class SegmentSpace(Generic[Owner]):
         length: int,
         evictable: Callable[[Owner], bool] | None = None,
         sake: int = COMMON,
+        *,
+        strict: bool = False,
     ) -> list[Owner]:
         """Owners whose removal makes room for one record of `length` bytes; [] when nothing can go.
 
         Without `evictable` every exposed one may go, but for what is kept for other namespaces than
-        `sake`, whose record it is.
+        `sake`, whose record it is. Nobody is shut out for good: who has no slot of that size at all
+        may take one, whatever is kept for others; not if `strict`.
 
         Either the coldest evictable one of the same stride, or all of the coldest segment of
         another stride. Nothing is changed.
@@ -268,9 +271,11 @@ class SegmentSpace(Generic[Owner]):
         else:
             colder_than = slot_class.policy.stamp(own)
         drained = self._coldest_segment(stride, colder_than, evictable, sake)
-        if drained is None and own is None and not (slot_class and any(slot_class.segments)):
-            # A size that has no slot at all: floors must not shut it out, so it gets one segment.
-            drained = self._coldest_segment(stride, colder_than, evictable, None)
+        if drained is None and own is None and not strict and not self._has_slot(slot_class, sake):
+            if slot_class is not None:
+                own = self._coldest(slot_class, evictable, list(slot_class.policy.orders()))
+            if own is None:
+                drained = self._coldest_segment(stride, colder_than, evictable, None)
         if drained is not None:
             return [owner for _, owner in self._owners_of(drained)]
         if slot_class is None or own is None:
@@ -430,6 +435,14 @@ class SegmentSpace(Generic[Owner]):
         for number, order in zip(numbers.tolist(), orders.tolist(), strict=True):
             slot_class.policy.assign(first + number, order)
             segment.hold(order, 1)
+
+    def _has_slot(self, slot_class: SlotClass | None, sake: int) -> bool:
+        """Whether the order of an epoch has a slot of that size, in whatever state. O(segments)."""
+        order = self.shares.order(sake)
+        for segment in slot_class.segments if slot_class is not None else ():
+            if segment is not None and segment.holds(order):
+                return True
+        return False
 
     def _lawful(self, slot_class: SlotClass, sake: int) -> Collection[int]:
         """The orders that may lose a slot for the sake of an epoch."""

@@ -46,6 +46,12 @@ class Segment:
             else:
                 del self.held[order]
 
+    def holds(self, order: int) -> bool:
+        """Whether any slot of it is of that order."""
+        if order != COMMON:
+            return order in self.held
+        return self.used > sum(self.held.values())
+
 
 class SlotClass:
     """All segments of one stride. Slots are dense integers: position * slots_per_segment + n."""

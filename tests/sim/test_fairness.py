@@ -84,7 +84,7 @@ class World:
         """Look at every eviction at the moment when it happens."""
         store = self.sim.store
         self.over: dict[int, int] | None = None  # what is above a cap on disk since the opening
-        self.lawless: set[int] = set()  # of these media, a size without any slot wants one
+        self.lawless: set[int] = set()  # of these media: who has no slot of a size wants one
         evict = store._evict
 
         def memory_evicts(record: Any, sake: int, why: Miss = Miss.EVICTED) -> None:
@@ -108,11 +108,18 @@ class World:
     def see(self, space: SegmentSpace[Any]) -> None:
         victims: Callable[..., list[Any]] = space.victims
 
-        def asked(length: int, *args: Any, **named: Any) -> list[Any]:
-            slot_class = space.classes.get(space.stride(length))
-            none = slot_class is None or not any(slot_class.segments)
-            (self.lawless.add if none else self.lawless.discard)(id(space))
-            return victims(length, *args, **named)
+        def asked(
+            length: int, evictable: Any = None, sake: int = 0, *, strict: bool = False
+        ) -> list[Any]:
+            stride, order = space.stride(length), space.shares.order(sake)
+            slot_class = space.classes.get(stride)
+            slots = slot_class.owners if slot_class is not None else []
+            has = any(
+                owner is not None and slot_class is not None and slot_class.policy.order(n) == order
+                for n, owner in enumerate(slots)
+            )
+            (self.lawless.discard if has or strict else self.lawless.add)(id(space))
+            return victims(length, evictable, sake, strict=strict)
 
         space.victims = asked  # type: ignore[method-assign]
 

@@ -167,6 +167,23 @@ def test_a_size_without_any_slot_takes_one_segment_whatever_the_floors(
         assert len(memory_of(sim, a)) == 12
 
 
+def test_who_has_no_slot_of_a_size_gets_one_and_then_uses_that(tmp_path: Path) -> None:
+    """All of both tiers is kept for others: a third namespace is slow, and not shut out."""
+    with small_disk(tmp_path, a=(0.5, 1.0), b=(0.5, 1.0)) as sim:
+        a, b, c = sim.namespace("a"), sim.namespace("b"), sim.namespace("c")
+        for space in (a, b, a, b):
+            sim.put(space, keys_of(*range(32)), PAGE)
+            assert sim.drain()
+        for number in range(4):
+            sim.put(c, keys_of(number), PAGE)
+            assert sim.drain()
+        assert len(memory_of(sim, c)) == on_disk(sim, c) == 1
+        assert sim.get(c, keys_of(3)) == [sim.content(c, keys_of(3)[0], PAGE)]
+        sim.put(a, keys_of(40), PAGE)
+        assert sim.get(a, keys_of(40)) == [sim.content(a, keys_of(40)[0], PAGE)]
+        sim.store.check_integrity()
+
+
 # -- disk -----------------------------------------------------------------------------------------
 
 
