@@ -67,6 +67,11 @@ CASES = {
         "everything that wants a GPU, in one prepared run; --dry on the CPU",
         ("torch", "triton", "numpy"),
     ),
+    "daemon": BenchCase(
+        "ebbtide.bench.daemon_bench",
+        "one store's process: round trips, several clients, loads beside a flood of stores",
+        ("msgspec", "numpy"),
+    ),
     "vllm": BenchCase(
         "ebbtide.bench.vllm_bench",
         "a real vLLM with the connector against one without",

@@ -15,6 +15,7 @@ from ebbtide.tiers.supervisor import supervised
 
 if TYPE_CHECKING:
     from ebbtide.connectors.server import StoreServer
+    from ebbtide.connectors.turns import Pieces
 
 _log = logging.getLogger("ebbtide.server")
 
@@ -36,6 +37,8 @@ class Connection:
         self._waiting = False  # for the peer to read
         self._closed = False
         self.session: Session | None = None
+        self._lane = server.turns.lane(self._pieces, self._met_fault)
+        self._reading = True
         self._loop.add_reader(peer, self._readable)
 
     def send(self, ticket: int, message: wire.Message) -> None:
@@ -56,6 +59,7 @@ class Connection:
         self._loop.remove_writer(self._peer)
         self._peer.close()
         self._outbox.clear()
+        self._lane.close()
         if self.session is not None:
             self.session.disconnected()
         self._server.connection_closed(self)
@@ -81,19 +85,38 @@ class Connection:
             if self._closed:
                 return
             if not supervised(self._take, ticket, message):
-                self._server.count_fault()
-                if message.answered:
-                    self.send(ticket, FAULT)
+                self._met_fault(ticket, message)
             self._server.traffic.handled(message, time.perf_counter() - read_at)
+        if self._lane.is_full and not self._closed:
+            self._reading = False  # its own stores first; whoever else has sent something goes on
+            self._loop.remove_reader(self._peer)
 
     def _take(self, ticket: int, message: wire.Message) -> None:
         try:
-            if self.session is not None:
-                self.session.handle(ticket, message)
-            else:
+            if self.session is None:
                 self._greet(message)
+            elif self._lane.takes(message):
+                self._lane.put(ticket, message)
+            else:
+                self.session.handle(ticket, message)
         except ProtocolError as error:
             self._refuse(error)
+
+    def _pieces(self, ticket: int, message: wire.Message) -> Pieces:
+        """Deal with a message that has waited for its turn."""
+        assert self.session is not None
+        if not (self._reading or self._closed or self._lane.is_full):
+            self._reading = True
+            self._loop.add_reader(self._peer, self._readable)
+        try:
+            yield from self.session.pieces(ticket, message)
+        except ProtocolError as error:
+            self._refuse(error)
+
+    def _met_fault(self, ticket: int, message: wire.Message) -> None:
+        self._server.count_fault()
+        if message.answered:
+            self.send(ticket, FAULT)
 
     def _refuse(self, error: ProtocolError) -> None:
         _log.warning("A connection ends: %s", error)

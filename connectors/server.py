@@ -15,6 +15,7 @@ from ebbtide.connectors.connection import Connection
 from ebbtide.connectors.endpoint import Process, has_exited, peer_uid, trusted
 from ebbtide.connectors.session import failure_of
 from ebbtide.connectors.traffic import Traffic
+from ebbtide.connectors.turns import Turns
 from ebbtide.errors import AccessDeniedError, EbbtideError, NoSpaceError
 from ebbtide.tiers.runtime import ThreadRuntime, Timer
 
@@ -87,6 +88,7 @@ class StoreServer:
         self.loop = asyncio.get_running_loop()
         self.store = store
         self.traffic = Traffic()
+        self.turns = Turns(self.loop.call_soon)
         self.inbox = memoryview(bytearray(RECEIVE_BYTES))
         self.welcome = wire.Welcome(
             store=os.urandom(16),

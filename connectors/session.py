@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ebbtide.connectors import protocol as wire
 from ebbtide.errors import EbbtideError, MisuseError, ProtocolError
 from ebbtide.tiers.reasons import Miss, label
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
     from ebbtide.tiers.load import Granted, Load
     from ebbtide.tiers.namespace import Namespace
+    from ebbtide.tiers.reservations import Grant
     from ebbtide.tiers.store import Store
 
+T = TypeVar("T")
+
+PIECE = 64  # keys or sequences that are dealt with in one go: a millisecond or two
 LOADS_MAX = 1024  # open loads of one client; more are answered BUSY
 EVENTS_MAX = 4096  # events in one answer
 PROBLEM_CHARACTERS_MAX = 1000  # of a failure's text: it may quote what the client sent
@@ -60,10 +64,20 @@ class Session:
 
     def handle(self, ticket: int, message: wire.Message) -> None:
         """Act on one message."""
+        for _ in self.pieces(ticket, message):
+            pass
+
+    def pieces(self, ticket: int, message: wire.Message) -> Generator[None, None, None]:
+        """Act on one message, in pieces of about a millisecond. A half-done one can be closed."""
         if message.answered and not ticket:
             raise ProtocolError("A request needs a ticket for its answer", kind=message.kind)
         try:
-            self._dispatch(ticket, message)
+            if isinstance(message, wire.Reserve):
+                yield from self._reserve(ticket, message)
+            elif isinstance(message, wire.Commit):
+                yield from self._commit(ticket, message)
+            else:
+                self._dispatch(ticket, message)
         except ProtocolError:
             raise
         except EbbtideError as error:
@@ -84,13 +98,6 @@ class Session:
                 reply(ticket, wire.States(states))
             case wire.Touch():
                 store.touch(self._namespace(message.namespace), message.keys)
-            case wire.Reserve():
-                self._reserve(ticket, message)
-            case wire.Commit():
-                sequences = message.sequences
-                store.commit(
-                    self.engine, sequences, lambda codes: reply(ticket, wire.Settled(codes))
-                )
             case wire.Abort():
                 reply(ticket, wire.Settled(store.abort(self.engine, message.sequences)))
             case wire.LoadKeys():
@@ -162,12 +169,43 @@ class Session:
         opened = wire.NamespaceOpened(namespace.handle, namespace.digest, records, held_bytes)
         self.send(ticket, opened)
 
-    def _reserve(self, ticket: int, message: wire.Reserve) -> None:
-        namespace = self._namespace(message.namespace)
-        grants, reason = self.store.reserve(
-            self.engine, namespace, message.keys, message.record_bytes
-        )
+    def _reserve(self, ticket: int, message: wire.Reserve) -> Generator[None, None, None]:
+        grants: list[Grant] = []
+        reason: Miss | None = None
+        try:
+            for keys in _pieces(message.keys):
+                namespace = self._namespace(message.namespace)
+                some, reason = self.store.reserve(
+                    self.engine, namespace, keys, message.record_bytes
+                )
+                grants += some
+                if reason is not None:
+                    break
+                if len(grants) < len(message.keys):
+                    yield
+        except GeneratorExit:  # nobody will ever hear of these
+            self.store.abort(self.engine, [grant.sequence for grant in grants if grant.sequence])
+            raise
         self.send(ticket, wire.Grants(int(reason or 0), tuple(grants)))
+
+    def _commit(self, ticket: int, message: wire.Commit) -> Generator[None, None, None]:
+        parts = _pieces(message.sequences)
+        answers, outstanding = [b""] * len(parts), len(parts)
+
+        def settle(number: int) -> Callable[[bytes], None]:
+            def settled(codes: bytes) -> None:
+                nonlocal outstanding
+                answers[number] = codes
+                outstanding -= 1
+                if not outstanding:
+                    self.send(ticket, wire.Settled(b"".join(answers)))
+
+            return settled
+
+        for number, sequences in enumerate(parts):
+            self.store.commit(self.engine, sequences, settle(number))
+            if number + 1 < len(parts):
+                yield
 
     def _load(self, ticket: int, message: wire.LoadKeys) -> None:
         namespace = self._namespace(message.namespace)
@@ -208,6 +246,11 @@ class Session:
         events = self.store.events_since(since)[:EVENTS_MAX]
         rows = [[e.sequence, e.kind, e.epoch, e.key, label(e.place)] for e in events]
         self.send(ticket, wire.Report({"events": rows}))
+
+
+def _pieces(items: tuple[T, ...]) -> list[tuple[T, ...]]:
+    """At least one, which may be empty."""
+    return [items[at : at + PIECE] for at in range(0, len(items) or 1, PIECE)]
 
 
 def failure_of(error: EbbtideError) -> wire.Failure:

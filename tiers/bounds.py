@@ -17,6 +17,7 @@ class Bounds:
     write_after_s: float  # how long a memory record may stay without a disk copy
     write_queue_bytes: int  # memory pinned for disk writes under way
     pinned_max_bytes: int  # memory that `pin` may hold
+    store_window_bytes: int  # what one engine may have reserved and not committed
     job_bytes: int = 16 * MIB  # one batch for the I/O threads
     ghost_entries: int = 1_000_000
     event_entries: int = 65_536
@@ -34,6 +35,7 @@ class Bounds:
         dirty_max_bytes: int | None = None,
         write_after_s: float = 30.0,
         write_queue_bytes: int = 128 * MIB,
+        store_window_bytes: int | None = None,
         ghost_entries: int = 1_000_000,
         lru_save_interval_s: float = 60.0,
         verify_memory: bool = True,
@@ -47,6 +49,7 @@ class Bounds:
             write_after_s=write_after_s,
             write_queue_bytes=min(write_queue_bytes, quarter),
             pinned_max_bytes=memory_bytes // 2,
+            store_window_bytes=min(store_window_bytes or memory_bytes, memory_bytes),
             ghost_entries=ghost_entries,
             lru_save_interval_s=lru_save_interval_s,
             verify_memory=verify_memory,

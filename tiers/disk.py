@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,10 +24,12 @@ from ebbtide.tiers.digest import record_digest, record_seed
 from ebbtide.tiers.disk_index import DiskIndex
 from ebbtide.tiers.index import minute_of
 from ebbtide.tiers.key_index import NO_ROW
+from ebbtide.tiers.quotas import Quotas
 from ebbtide.tiers.reasons import Miss
 from ebbtide.tiers.record_table import KEY_BYTES_MAX
 from ebbtide.tiers.runs import Run, merge
 from ebbtide.tiers.runtime import READ, WRITE
+from ebbtide.tiers.shares import COMMON
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from ebbtide.tiers.directory import Geometry
     from ebbtide.tiers.disk_record import DiskRecord, Get, Put
     from ebbtide.tiers.index import DurableIndex, StoredNamespace
+    from ebbtide.tiers.namespace import Namespace
     from ebbtide.tiers.record_table import Columns
     from ebbtide.tiers.runtime import Runtime
     from ebbtide.tiers.segments import Bools, Ints
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ebbtide.tiers.disk")
 
 RESET_PIECE = 64  # records: a millisecond or two
+TRIM_PIECE = 64
 QUARANTINE_SHARE = 16  # of the slab; a drive with more bad slots is out of service
 SPARE_SHARE = 16  # slots worth a sixteenth of the slab are evicted ahead, so that puts rarely wait
 
@@ -61,11 +64,13 @@ class DiskTier:
         commit_batch_bytes: int,
         commit_interval_s: float,
         records_max: int | None = None,
+        quotas: Quotas | None = None,
     ) -> None:
         self.geometry = geometry
         self.records_max = min(records_max or geometry.records_max, geometry.records_max)
         self.index = DiskIndex(geometry, self.records_max)
         self.space = self.index.space
+        self.quotas = quotas or Quotas()
         self.sequence = 0
         self.down: str | None = None  # why the tier is out of service
         self.corrupt = 0
@@ -74,7 +79,8 @@ class DiskTier:
         self.lost_batches = 0
         self.write_bytes = 0
         self.read_bytes = 0
-        self.on_evict: Callable[[int, bytes], None] = lambda epoch, key: None
+        # Epoch and key; for whose sake (an epoch), and why.
+        self.on_evict: Callable[[int, bytes, int, Miss], None] = lambda epoch, key, sake, why: None
         self.on_reset: Callable[[int, bytes], None] = lambda epoch, key: None
         self._leaving: dict[int, list[int]] = {}  # by epoch: those before it, not gone yet
         self.on_lost: Callable[[int, bytes], None] = lambda epoch, key: None
@@ -82,6 +88,7 @@ class DiskTier:
         self._runtime = runtime
         self.slab = slab
         self._waiting: deque[Put] = deque()  # puts without a slot yet
+        self._putting = COMMON  # epoch of the latest put
         self._freeing = 0  # slots whose removal waits for a commit
         self._held_bytes = 0  # slots that a purge will give back: no reason to evict others
         self._started: dict[int, float] = {}  # reads and writes under way, since when
@@ -120,8 +127,20 @@ class DiskTier:
 
     def adopt_namespace(self, namespace: StoredNamespace) -> None:
         """Make an epoch known; it is committed with the next batch, before any of its records."""
-        self.digests[namespace.epoch] = namespace.digest
+        self.know(namespace)
         self._committer.put_namespace(namespace)
+
+    def know(self, namespace: StoredNamespace | Namespace) -> None:
+        """Its records may be here, within its quota of this moment."""
+        epoch, digest = namespace.epoch, namespace.digest
+        self.digests[epoch] = digest
+        self.quotas.assign(self.space.shares, epoch, digest, namespace.descriptor)
+
+    def takes(self, epoch: int, length: int) -> bool:
+        """Whether the tier can ever hold a record of so many bytes for the epoch."""
+        if length > self.space.largest_bytes:
+            return False
+        return self.space.stride(length) <= self.space.shares.cap_bytes(epoch)
 
     def reset(
         self, old_epoch: int, namespace: StoredNamespace, done: Callable[[bool], None]
@@ -135,6 +154,7 @@ class DiskTier:
         """
         # Records still being written find their epoch gone when the write returns.
         self.digests.pop(old_epoch, None)
+        self.space.shares.retire(old_epoch)
         self.adopt_namespace(namespace)
         self._committer.flush(lambda ok: done(ok and not self.down))
         self._leaving[namespace.epoch] = [*self._leaving.pop(old_epoch, ()), old_epoch]
@@ -189,12 +209,15 @@ class DiskTier:
                 self._waiting.popleft()
                 put.done(refused)
                 continue
+            self._putting = put.epoch
+            if not self._make_room_below_cap(put):
+                break  # its own records are being written or read: whatever ends comes back here
             self.sequence += 1
             row = self.index.place(
                 put.epoch, put.key, put.length, self.sequence, put.digest, minute
             )
             if row == NO_ROW:
-                self._evict_for(put.length)
+                self._evict_for(put)
                 break  # the commit that frees the slots comes back here
             self._waiting.popleft()
             placed.append((put, row))
@@ -206,21 +229,35 @@ class DiskTier:
             return Miss.IO_ERROR
         if put.epoch not in self.digests:
             return Miss.RESET
+        if not self.takes(put.epoch, put.length):
+            return Miss.OVER_QUOTA
         return Miss.NOT_ADMITTED if len(put.key) > KEY_BYTES_MAX else None
 
-    def _evict_for(self, length: int) -> None:
+    def _make_room_below_cap(self, put: Put) -> bool:
+        """A namespace at its cap gives up its own coldest. False: not enough of it can go now."""
+        stride = self.space.stride(put.length)
+        while self.space.shares.excess(put.epoch, stride) > 0:
+            row = self.space.coldest_of((put.epoch,))
+            if row is None:
+                return False
+            self._evict(row, put.epoch, Miss.OVER_QUOTA)
+        return True
+
+    def _evict_for(self, put: Put) -> None:
         """Have a commit make room for one record, unless one that will is already under way."""
         if not self._freeing:
-            victims = self.space.victims(length)
+            victims = self.space.victims(put.length, sake=put.epoch)
             if not victims:  # the number of records is the bound, and this size has none
-                victims = list(islice(self.space.coldest_first(), 1))
+                coldest = self.space.coldest_lawful(put.epoch)
+                victims = [] if coldest is None else [coldest]
             for row in victims:
-                self._evict(row)
+                self._evict(row, put.epoch)
         self._committer.hurry()
 
     def _evict_ahead(self) -> None:
         if not self.space.classes or self.down:
             return
+        self._trim()
         spare = self.space.capacity_bytes // SPARE_SHARE
         over_records = self.records - (self.records_max - self.records_max // SPARE_SHARE)
         free = self.space.capacity_bytes - self.space.used_bytes + self._freeing + self._held_bytes
@@ -228,19 +265,28 @@ class DiskTier:
             return
         stride = next(reversed(self.space.classes))
         while free < spare or over_records > 0:
-            victims = self.space.victims(stride)
+            victims = self.space.victims(stride, sake=self._putting, strict=True)
             if not victims:
                 return
             for row in victims:
                 free += self.index.stride(row)
                 over_records -= 1
-                self._evict(row)
+                self._evict(row, self._putting)
 
-    def _evict(self, row: int) -> None:
+    def _trim(self) -> None:
+        """Namespaces whose cap was lowered give up a few of their coldest with every put."""
+        for epoch in self.space.shares.over_cap():
+            for _ in range(TRIM_PIECE):
+                row = self.space.coldest_of((epoch,))
+                if row is None or self.space.shares.excess(epoch, 0) <= 0:
+                    break
+                self._evict(row, epoch, Miss.OVER_QUOTA)
+
+    def _evict(self, row: int, sake: int, why: Miss = Miss.EVICTED) -> None:
         self.evicted += 1
         table = self.index.table
         epoch, key = table.epoch_of(row), table.key(row)
-        self.on_evict(epoch, key)
+        self.on_evict(epoch, key, sake, why)
         self._leave(row, epoch, key)
 
     def _write(self, placed: list[tuple[Put, int]]) -> None:

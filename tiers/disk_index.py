@@ -5,6 +5,7 @@ Knows rows, slots, states and pins; moves no bytes. The same in LMDB is `tiers.i
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +14,7 @@ from ebbtide.errors import MisuseError
 from ebbtide.tiers.disk_record import DiskRecord, DiskState
 from ebbtide.tiers.index import CODEC_RAW, Entry
 from ebbtide.tiers.key_index import NO_ROW, KeyIndex
-from ebbtide.tiers.record_table import RecordTable
+from ebbtide.tiers.record_table import RecordTable, epochs_of
 from ebbtide.tiers.segments import SegmentSpace
 
 if TYPE_CHECKING:
@@ -130,12 +131,14 @@ class DiskIndex:
             return NO_ROW
         row = self.table.add(epoch, key, length, sequence, digest, minute)
         self.table.state_of[row] = _WRITING
-        offset = self.space.place(row, length)
+        shares = self.space.shares
+        offset = self.space.place(row, length, shares.order(epoch))
         if offset is None:
             self.table.free(row)
             return NO_ROW
         self.table.offset_of[row] = offset
         self._keys.add(row, epoch, key)
+        shares.take(epoch, self.stride(row))
         return row
 
     def written(self, row: int) -> None:
@@ -153,12 +156,23 @@ class DiskIndex:
         placed = np.zeros(len(columns.length), np.bool_)
         table.adopt(columns.take(np.arange(count)), _WHOLE)
         sizes, offsets = columns.length[:count], columns.offset[:count]
-        placed[:count] = self.space.place_all(range(count), sizes, offsets)
+        epochs = epochs_of(columns.name[:count]).astype(np.int64)
+        orders = self._orders(epochs)
+        placed[:count] = self.space.place_all(range(count), sizes, offsets, orders)
         for row in np.flatnonzero(~placed[:count]).tolist():
             table.free(row)
         self._keys.add_many(np.flatnonzero(placed))
         self.space.expose_all(columns.offset[order[placed[order]]])
+        for epoch in np.unique(epochs[placed[:count]]).tolist():
+            rows = np.flatnonzero((epochs == epoch) & placed[:count])
+            self.space.shares.take(epoch, self.strides(rows))
         return placed
+
+    def _orders(self, epochs: Ints) -> Ints | None:
+        """Per row its order of eviction; None: all are of the common one."""
+        different, which = np.unique(epochs, return_inverse=True)
+        orders = np.array([self.space.shares.order(e) for e in different.tolist()], np.int64)
+        return orders[which] if orders.any() else None
 
     def expose(self, row: int) -> None:
         """It may be evicted from now on, as the most recent."""
@@ -237,6 +251,7 @@ class DiskIndex:
         """
         table = self.table
         self._keys.remove(row)
+        self.space.shares.give(table.epoch_of(row), self.stride(row))
         table.state_of[row] = _BAD if bad else _LEAVING
         self.space.hide(table.offset_of[row])
         return not bad and table.pins_of[row] == 0
@@ -248,6 +263,7 @@ class DiskIndex:
     def forget(self, row: int) -> None:
         """It was never written after all: no committed entry ever named its slot."""
         self._keys.remove(row)
+        self.space.shares.give(self.table.epoch_of(row), self.stride(row))
         self.free(row)
 
     def free(self, row: int) -> None:
@@ -268,5 +284,10 @@ class DiskIndex:
             raise MisuseError("The payload is miscounted", claimed=self.space.payload_bytes)
         live = [row for row in owners if table.state_of[row] in (_WRITING, _WHOLE)]
         found = [self.find(table.epoch_of(row), table.key(row)) for row in live]
+        used = Counter[int]()
+        for row in live:
+            used[table.epoch_of(row)] += self.stride(row)
+        if used != self.space.shares.used_of:
+            raise MisuseError("The share of a namespace is miscounted", counted=used)
         if live != found or len(live) != self.records:
             raise MisuseError("The disk index and the slots disagree", records=self.records)

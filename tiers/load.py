@@ -68,7 +68,7 @@ class Load:
     ) -> None:
         self._store = store
         self._namespace = namespace
-        self._epoch = namespace.epoch
+        self.epoch = namespace.epoch
         self._keys = keys
         self._sink = sink
         self._todo = deque(range(len(keys)))
@@ -81,6 +81,7 @@ class Load:
         self._advancing = False
         self._again = False  # `advance` was called inside itself
         self._told_over = False
+        self.wanted_bytes = 1  # of the record that it last asked a slot for
         self.queued = False  # in the store's queue for slots; kept by the store
         self.released = False
         self.done = False
@@ -159,10 +160,10 @@ class Load:
         if self.released:
             failures.append((position, Miss.CANCELLED))
             return True
-        if self._epoch != self._namespace.epoch:
+        if self.epoch != self._namespace.epoch:
             failures.append((position, Miss.RESET))
             return True
-        record = store.memory.find(self._epoch, key)
+        record = store.memory.find(self.epoch, key)
         if record is not None and record.state is State.WHOLE:
             if not self._fits(record.stride):
                 return False
@@ -173,7 +174,7 @@ class Load:
         if record is not None and record.state is State.READING:
             self._park(position, record)
             return True
-        on_disk = store.disk.find(self._epoch, key) if store.disk and record is None else None
+        on_disk = store.disk.find(self.epoch, key) if store.disk and record is None else None
         if on_disk is None:
             reserved = record is not None
             reason = Miss.BUSY if reserved else store.miss_reason(self._namespace, key)
@@ -183,8 +184,12 @@ class Load:
         if on_disk.length > store.memory.space.largest_bytes:
             failures.append((position, store.too_large(on_disk)))
             return True
+        if not store.fits_cap(self._namespace, on_disk.length):
+            failures.append((position, Miss.OVER_QUOTA))
+            return True
         if not self._fits(store.memory.space.stride(on_disk.length)):
             return False
+        self.wanted_bytes = on_disk.length
         promoted = store.place_for_load(self, self._namespace, key, on_disk.length)
         if promoted is None:
             self._wants_slot = True

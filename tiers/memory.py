@@ -72,6 +72,7 @@ class MemoryTier:
         self.dirty: dict[MemoryRecord, float] = {}  # since when (runtime seconds), oldest first
         self.dirty_bytes = 0
         self.reserved_bytes = 0  # strides of RESERVED slots, also discarded ones still written
+        self.reserved_of: Counter[int] = Counter()  # the same by epoch
         self.pinned_bytes = 0  # strides of pinned slots
         self.records = 0
         self.payload_of: Counter[int] = Counter()  # bytes of the records by epoch
@@ -92,15 +93,17 @@ class MemoryTier:
 
     def place(self, record: MemoryRecord, length: int) -> bool:
         """Take a free slot for a new record, pinned by whoever fills it. False: evict first."""
-        offset = self.space.place(record, length)
+        shares = self.space.shares
+        offset = self.space.place(record, length, shares.order(record.epoch))
         if offset is None:
             return False
         record.offset, record.length, record.stride = offset, length, self.space.stride(length)
         self.index(record.epoch)[record.key] = record
         self.records += 1
         self.payload_of[record.epoch] += length
+        shares.take(record.epoch, record.stride)
         if record.state is State.RESERVED:
-            self.reserved_bytes += record.stride
+            self._reserved(record, record.stride)
         self.pin(record)
         return True
 
@@ -110,7 +113,7 @@ class MemoryTier:
         `dirty_since` None: a disk tier holds the same record already.
         """
         if record.state is State.RESERVED:
-            self.reserved_bytes -= record.stride
+            self._reserved(record, -record.stride)
         record.state = State.WHOLE
         record.digest = digest
         if dirty_since is not None:
@@ -167,6 +170,7 @@ class MemoryTier:
             del index[record.key]
         self.records -= 1
         self.payload_of[record.epoch] -= record.length
+        self.space.shares.give(record.epoch, record.stride)
         self.clean(record)
         if record.pins:
             record.doomed = True
@@ -175,8 +179,14 @@ class MemoryTier:
 
     def _free(self, record: MemoryRecord) -> None:
         if record.state is State.RESERVED:
-            self.reserved_bytes -= record.stride
+            self._reserved(record, -record.stride)
         self.space.remove(record, record.length, record.offset)
+
+    def _reserved(self, record: MemoryRecord, more_bytes: int) -> None:
+        self.reserved_bytes += more_bytes
+        self.reserved_of[record.epoch] += more_bytes
+        if not self.reserved_of[record.epoch]:
+            del self.reserved_of[record.epoch]
 
     def check_integrity(self) -> None:
         """Raise MisuseError when slots, pins or counters contradict each other. O(slots)."""
@@ -189,6 +199,12 @@ class MemoryTier:
         payload = {e: sum(r.length for r in found.values()) for e, found in self._index.items()}
         if +Counter(payload) != +self.payload_of:
             raise MisuseError("The payload of a namespace is miscounted", counted=payload)
+
+        used = Counter[int]()
+        for record in live.values():
+            used[record.epoch] += record.stride
+        if used != self.space.shares.used_of:
+            raise MisuseError("The share of a namespace is miscounted", counted=used)
 
         def strides(of: Callable[[MemoryRecord], bool]) -> int:
             return sum(record.stride for record in records if of(record))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from ebbtide.tiers.disk_record import Put
+from ebbtide.tiers.reasons import Miss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from ebbtide.tiers.bounds import Bounds
     from ebbtide.tiers.disk import DiskTier
     from ebbtide.tiers.memory import MemoryRecord, MemoryTier
-    from ebbtide.tiers.reasons import Miss
     from ebbtide.tiers.runtime import Runtime, Timer
 
 PRESS_SCAN = 256  # how far the search for the coldest unwritten records goes, per size
@@ -50,7 +50,7 @@ class Mover:
         *,
         admission: Admission | None = None,
         on_progress: Callable[[], None],
-        on_refused: Callable[[MemoryRecord], None],
+        on_refused: Callable[[MemoryRecord, Miss], None],
     ) -> None:
         self._runtime = runtime
         self._arena = arena
@@ -94,22 +94,24 @@ class Mover:
         if self._disk.down:
             return
         puts: list[Put] = []
-        refused: dict[MemoryRecord, None] = {}
+        refused: dict[MemoryRecord, Miss] = {}
         queue_bytes = self._bounds.write_queue_bytes
         for record in self._due():
             if self._moving and self._moving_bytes + record.stride > queue_bytes:
                 break
             if record in refused:
                 continue
-            fits = record.length <= self._disk.space.largest_bytes
-            if fits and self._admission.admit(record.epoch, record.key, record.length):
+            if not self._disk.takes(record.epoch, record.length):
+                fits = record.length <= self._disk.space.largest_bytes
+                refused[record] = Miss.OVER_QUOTA if fits else Miss.NOT_ADMITTED
+            elif self._admission.admit(record.epoch, record.key, record.length):
                 puts.append(self._begin(record))
             else:
-                refused[record] = None
-        for record in refused:
+                refused[record] = Miss.NOT_ADMITTED
+        for record, reason in refused.items():
             self.refused += 1
             self._memory.clean(record)
-            self._on_refused(record)
+            self._on_refused(record, reason)
         self._pressed = False
         if puts:
             self._disk.put(puts)

@@ -20,14 +20,16 @@ from ebbtide.tiers.disk import DiskTier
 from ebbtide.tiers.disk_health import DiskHealth, Reopened
 from ebbtide.tiers.index import DurableIndex, StoredNamespace
 from ebbtide.tiers.index_probe import index_is_sound
+from ebbtide.tiers.quotas import Quotas, Rule
 from ebbtide.tiers.restore import probe, restore
+from ebbtide.tiers.shares import Quota
 from ebbtide.tiers.slab import SlabFile
 from ebbtide.tiers.store import Store
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ebbtide.config import Config
+    from ebbtide.config import Config, FairnessConfig
     from ebbtide.tiers.directory import Geometry
     from ebbtide.tiers.runtime import Runtime
     from ebbtide.tiers.slab import Slab
@@ -37,6 +39,21 @@ _log = logging.getLogger("ebbtide.tiers")
 COMMIT_BATCH_BYTES_MAX = 64 << 20
 COMMIT_BATCH_SHARE = 32  # one batch gathers and one is committed: both fit what is kept spare
 REOPENING_PATIENCE_S = 5.0
+
+
+def quotas_of(fairness: FairnessConfig) -> Quotas:
+    """The operator's rules, as the tiers read them."""
+    rules = [
+        Rule(
+            rule.match,
+            Quota(
+                fairness.floor if rule.floor is None else rule.floor,
+                fairness.cap if rule.cap is None else rule.cap,
+            ),
+        )
+        for rule in fairness.namespace
+    ]
+    return Quotas(Quota(fairness.floor, fairness.cap), rules)
 
 
 class OpenDisk:
@@ -51,6 +68,7 @@ class OpenDisk:
         commit_batch_bytes: int | None = None,
         commit_interval_s: float = 0.05,
         records_max: int | None = None,
+        quotas: Quotas | None = None,
         wrap_slab: Callable[[Slab], Slab] = lambda slab: slab,
         probe_index: Callable[[str], bool] = index_is_sound,
     ) -> None:
@@ -67,6 +85,7 @@ class OpenDisk:
         )
         self._commit_interval_s = commit_interval_s
         self._records_max = records_max
+        self._quotas = quotas
         self._reopening = threading.Lock()  # held by who opens: the directory is not given up then
         self._closed = False
         with ExitStack() as on_failure:
@@ -144,6 +163,7 @@ class OpenDisk:
                 commit_batch_bytes=self._commit_batch_bytes,
                 commit_interval_s=self._commit_interval_s,
                 records_max=self._records_max,
+                quotas=self._quotas,
             )
             self.was_clean = self.directory.is_new or index.was_clean()
             self.namespaces: list[StoredNamespace] = index.namespaces()
@@ -194,6 +214,7 @@ class OpenStore:
     ) -> None:
         """Raises ConfigError for what a human has to change."""
         memory, disk = config.memory, config.disk
+        quotas = quotas_of(config.fairness)
         self.open_disk: OpenDisk | None = None
         if disk is not None:
             self.open_disk = OpenDisk(
@@ -203,6 +224,7 @@ class OpenStore:
                 commit_batch_bytes=disk.commit_batch_bytes,
                 commit_interval_s=disk.commit_interval_s,
                 records_max=disk_records_max,
+                quotas=quotas,
                 wrap_slab=wrap_slab,
             )
         with ExitStack() as on_failure:
@@ -218,6 +240,7 @@ class OpenStore:
             dirty_max_bytes=disk.dirty_max_bytes if disk else None,
             write_after_s=disk.write_after_s if disk else 30.0,
             write_queue_bytes=config.limits.write_queue_bytes,
+            store_window_bytes=config.limits.store_window_bytes,
             ghost_entries=config.limits.ghost_entries,
             lru_save_interval_s=disk.lru_save_interval_s if disk else 60.0,
             verify_memory=memory.verify == "all",
@@ -228,6 +251,7 @@ class OpenStore:
             self.open_disk.tier if self.open_disk else None,
             bounds,
             stored_namespaces=self.open_disk.namespaces if self.open_disk else (),
+            quotas=quotas,
         )
         self.health: DiskHealth | None = None
         if self.open_disk is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from ebbtide.tiers.memory import State
@@ -21,6 +22,7 @@ class Pins:
         self._counts: dict[MemoryRecord, int] = {}
         self._kept: set[MemoryRecord] = set()  # by a command: one of the record's pins
         self.kept_bytes = 0  # strides of all pinned records
+        self._bytes_of: Counter[int] = Counter()  # the same, by epoch
 
     @property
     def free_bytes(self) -> int:
@@ -86,17 +88,28 @@ class Pins:
 
     def _add(self, record: MemoryRecord) -> bool:
         if record not in self._counts:
-            if record.stride > self.free_bytes:
+            epoch, own_max = record.epoch, self._own_max_bytes(record.epoch)
+            if record.stride > min(self.free_bytes, own_max - self._bytes_of[epoch]):
                 return False
             self._counts[record] = 0
             self.kept_bytes += record.stride
+            self._bytes_of[epoch] += record.stride
         self._counts[record] += 1
         self._memory.pin(record)
         return True
+
+    def _own_max_bytes(self, epoch: int) -> int:
+        """Of a cap, as of the whole, only half can be pinned: loads need the rest."""
+        space = self._memory.space
+        own_max = space.shares.cap_bytes(epoch) // 2
+        return own_max if own_max < space.capacity_bytes // 2 else self._bytes_max
 
     def _take_back(self, record: MemoryRecord) -> None:
         self._counts[record] -= 1
         if not self._counts[record]:
             del self._counts[record]
             self.kept_bytes -= record.stride
+            self._bytes_of[record.epoch] -= record.stride
+            if not self._bytes_of[record.epoch]:
+                del self._bytes_of[record.epoch]
         self._memory.unpin(record)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import heapq
 from array import array
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -31,13 +32,27 @@ class RecencyClock:
 class EvictionPolicy(Protocol):
     """Order of eviction among the slots of one size that may be evicted at all.
 
-    Guaranteed by the caller: slots lie in 0..n-1 with n the last `grow`; a slot is inserted
-    only when absent, touched and removed only when present. Pinned slots are simply absent.
-    Owed by the implementation: every operation O(1), no allocation per call.
+    Each slot belongs to one of several orders, numbered as the caller likes: 0, if nobody says
+    otherwise. Guaranteed by the caller: slots lie in 0..n-1 with n the last `grow`; a slot is
+    inserted only when absent, touched and removed only when present, assigned only when absent.
+    Pinned slots are simply absent. Owed by the implementation: every operation O(1), no
+    allocation per call.
     """
 
     def grow(self, slots: int) -> None:
         """Make room for slot numbers below `slots`."""
+        ...
+
+    def assign(self, slot: int, order: int) -> None:
+        """The slot has a new owner, and is of this order from now on."""
+        ...
+
+    def order(self, slot: int) -> int:
+        """The order that the slot was last assigned to."""
+        ...
+
+    def orders(self) -> Iterable[int]:
+        """Those that have a candidate."""
         ...
 
     def insert(self, slot: int) -> None:
@@ -64,8 +79,11 @@ class EvictionPolicy(Protocol):
 
     def __len__(self) -> int: ...
 
-    def coldest_first(self) -> Iterator[int]:
-        """Candidates in eviction order. Changing the policy ends the iteration's validity."""
+    def coldest_first(self, orders: Iterable[int] | None = None) -> Iterator[int]:
+        """Candidates of these orders, or of all, in eviction order: as if all were one list.
+
+        Changing the policy ends the iteration's validity. O(orders), then O(log orders) for each.
+        """
         ...
 
     def stamp(self, slot: int) -> int:
@@ -80,10 +98,11 @@ class EvictionPolicy(Protocol):
 
 
 class LRU:
-    """Least recently used, as a doubly linked list over three integer arrays (24 bytes a slot).
+    """Least recently used, as doubly linked lists over integer arrays (29 bytes a slot).
 
-    Callers touch and insert a chain from its last block to its first, so that the tail of a chain
-    is evicted before its head and what remains is a usable prefix.
+    There is one list for each order. Callers touch and insert a chain from its last block to its
+    first, so that the tail of a chain is evicted before its head and what remains is a usable
+    prefix.
     """
 
     def __init__(self, clock: RecencyClock) -> None:
@@ -91,9 +110,10 @@ class LRU:
         self._next = array("q")
         self._previous = array("q")
         self._stamp = array("q")
+        self._order = array("I")
         self._present = bytearray()
-        self._head = NIL  # coldest
-        self._tail = NIL  # most recent
+        self._heads: dict[int, int] = {}  # the coldest of each order; none for an empty one
+        self._tails: dict[int, int] = {}  # the most recent
         self._length = 0
 
     def grow(self, slots: int) -> None:
@@ -102,7 +122,17 @@ class LRU:
             self._next.extend([NIL] * missing)
             self._previous.extend([NIL] * missing)
             self._stamp.extend([0] * missing)
+            self._order.extend([0] * missing)
             self._present.extend(bytes(missing))
+
+    def assign(self, slot: int, order: int) -> None:
+        self._order[slot] = order
+
+    def order(self, slot: int) -> int:
+        return self._order[slot]
+
+    def orders(self) -> Iterable[int]:
+        return self._heads.keys()
 
     def insert(self, slot: int) -> None:
         self._stamp[slot] = self._clock.tick()
@@ -113,20 +143,16 @@ class LRU:
     def insert_all(self, slots: Ints, stamps: Ints) -> None:
         if not len(slots):
             return
-        following, previous = np.asarray(self._next), np.asarray(self._previous)
-        following[slots[:-1]], previous[slots[1:]] = slots[1:], slots[:-1]
         np.asarray(self._stamp)[slots] = stamps
         np.frombuffer(self._present, np.uint8)[slots] = 1
-        first, last = int(slots[0]), int(slots[-1])
-        self._link_last(first)
-        self._next[first] = int(slots[1]) if len(slots) > 1 else NIL
-        self._next[last] = NIL
-        self._tail = last
         self._length += len(slots)
+        orders = np.asarray(self._order)[slots]
+        for order in np.unique(orders).tolist():
+            self._link_all(slots[orders == order])
 
     def touch(self, slot: int) -> None:
         self._stamp[slot] = self._clock.tick()
-        if slot != self._tail:
+        if self._next[slot] != NIL:
             self._unlink(slot)
             self._link_last(slot)
 
@@ -141,12 +167,12 @@ class LRU:
     def __len__(self) -> int:
         return self._length
 
-    def coldest_first(self) -> Iterator[int]:
-        slot = self._head
-        while slot != NIL:
-            following = self._next[slot]
-            yield slot
-            slot = following
+    def coldest_first(self, orders: Iterable[int] | None = None) -> Iterator[int]:
+        wanted = self._heads if orders is None else orders
+        heads = [self._heads[order] for order in wanted if order in self._heads]
+        if len(heads) == 1:
+            return self._from(heads[0])
+        return heapq.merge(*map(self._from, heads), key=self._stamp.__getitem__)
 
     def stamp(self, slot: int) -> int:
         return self._stamp[slot]
@@ -157,23 +183,44 @@ class LRU:
     def stamp_absent(self, slot: int) -> None:
         self._stamp[slot] = self._clock.tick()
 
+    def _from(self, slot: int) -> Iterator[int]:
+        while slot != NIL:
+            following = self._next[slot]
+            yield slot
+            slot = following
+
     def _link_last(self, slot: int) -> None:
-        tail = self._tail
+        order = self._order[slot]
+        tail = self._tails.get(order, NIL)
         self._previous[slot] = tail
         self._next[slot] = NIL
         if tail == NIL:
-            self._head = slot
+            self._heads[order] = slot
         else:
             self._next[tail] = slot
-        self._tail = slot
+        self._tails[order] = slot
+
+    def _link_all(self, slots: Ints) -> None:
+        """Absent slots of one order, coldest first."""
+        following, previous = np.asarray(self._next), np.asarray(self._previous)
+        following[slots[:-1]], previous[slots[1:]] = slots[1:], slots[:-1]
+        first, last = int(slots[0]), int(slots[-1])
+        self._link_last(first)
+        self._next[first] = int(slots[1]) if len(slots) > 1 else NIL
+        self._next[last] = NIL
+        self._tails[self._order[first]] = last
 
     def _unlink(self, slot: int) -> None:
-        before, after = self._previous[slot], self._next[slot]
-        if before == NIL:
-            self._head = after
-        else:
+        order, before, after = self._order[slot], self._previous[slot], self._next[slot]
+        if before != NIL:
             self._next[before] = after
-        if after == NIL:
-            self._tail = before
+        elif after != NIL:
+            self._heads[order] = after
         else:
+            del self._heads[order]
+        if after != NIL:
             self._previous[after] = before
+        elif before != NIL:
+            self._tails[order] = before
+        else:
+            del self._tails[order]

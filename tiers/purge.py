@@ -69,7 +69,7 @@ class Purges:
             self._running -= 1
             reply(found)
 
-        _Purge(self._store, self._store.open_namespace(known.descriptor), ended)
+        _Purge(self._store, self._store.open_namespace(known.descriptor, for_engine=False), ended)
 
 
 class _Purge:

@@ -7,13 +7,14 @@ are gone: a stopped worker may still write, so no timer and no lost connection f
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from ebbtide.tiers.digest import record_digest
 from ebbtide.tiers.key_index import NO_ROW
 from ebbtide.tiers.memory import State
 from ebbtide.tiers.reasons import Miss
-from ebbtide.tiers.runtime import VERIFY
+from ebbtide.tiers.runtime import DIGEST
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,6 +32,11 @@ class Grant(NamedTuple):
 
 
 NOTHING_TO_DO = Grant(0, 0)
+_REFUSALS = {
+    Miss.BUSY: "reserve_busy",
+    Miss.OVER_QUOTA: "reserve_over_quota",
+    Miss.STORE_SHED: "reserve_shed",
+}
 
 
 class Reservations:
@@ -40,6 +46,7 @@ class Reservations:
         self._store = store
         self._records: dict[int, MemoryRecord] = {}  # by sequence
         self._holdings: dict[bytes, set[int]] = {}  # engine -> sequences that it may still write
+        self._held_bytes: Counter[bytes] = Counter()  # strides of these
 
     def reserve(
         self, engine: bytes, namespace: Namespace, keys: Sequence[bytes], length: int
@@ -47,27 +54,53 @@ class Reservations:
         """See `Store.reserve`."""
         store = self._store
         stride = store.memory.space.stride(length)
-        reserved_max = self._reserved_bytes_max(stride)
         on_disk = store.disk_rows(namespace, keys).tolist()
         grants: list[Grant] = []
         for key, row in zip(keys, on_disk, strict=True):
             if store.memory.find(namespace.epoch, key) is not None or row != NO_ROW:
                 grants.append(NOTHING_TO_DO)
                 continue
+            reason = self._refused(engine, namespace, stride)
             record = None
-            if store.memory.reserved_bytes + stride <= reserved_max:
+            if reason is None:
                 record = store.place(namespace, key, length, State.RESERVED)
             if record is None:
-                store.counts["reserve_busy"] += 1
-                if store.mover is not None:
-                    store.mover.press()
-                return grants, Miss.BUSY
+                reason = reason or self._why_busy(namespace, stride)
+                self._count_refusal(namespace, reason)
+                return grants, reason
             missed = store.ghosts.reason(namespace.epoch, key)
             store.tallies.of(namespace.epoch).misses[missed] += 1
             self._records[record.sequence] = record
             self._holdings.setdefault(engine, set()).add(record.sequence)
+            self._held_bytes[engine] += stride
             grants.append(Grant(record.offset, record.sequence))
         return grants, None
+
+    def _refused(self, engine: bytes, namespace: Namespace, stride: int) -> Miss | None:
+        """Why the engine may not have one more slot at all just now."""
+        memory, bounds = self._store.memory, self._store.bounds
+        window = max(stride, bounds.store_window_bytes)
+        if self._held_bytes[engine] + stride > window:
+            return Miss.STORE_SHED
+        if memory.reserved_bytes + stride > self._reserved_bytes_max(stride):
+            return Miss.BUSY
+        # Below a cap, too, stores leave something to loads.
+        cap_bytes = memory.space.shares.cap_bytes(namespace.epoch)
+        kept = max(stride, bounds.load_reserve_bytes * cap_bytes // memory.space.capacity_bytes)
+        if memory.reserved_of[namespace.epoch] + stride > cap_bytes - kept:
+            return Miss.OVER_QUOTA
+        return None
+
+    def _why_busy(self, namespace: Namespace, stride: int) -> Miss:
+        over = self._store.memory.space.shares.excess(namespace.epoch, stride) > 0
+        return Miss.OVER_QUOTA if over else Miss.BUSY
+
+    def _count_refusal(self, namespace: Namespace, reason: Miss) -> None:
+        store = self._store
+        store.counts[_REFUSALS[reason]] += 1
+        store.tallies.of(namespace.epoch).refused[reason] += 1
+        if store.mover is not None and reason is not Miss.STORE_SHED:
+            store.mover.press()
 
     def commit(
         self, engine: bytes, sequences: Sequence[int], reply: Callable[[bytes], None]
@@ -90,7 +123,7 @@ class Reservations:
             store.slots_freed()
             reply(bytes(codes))
 
-        store.runtime.start(VERIFY, take, mine, taken)
+        store.runtime.start(DIGEST, take, mine, taken)
 
     def abort(self, engine: bytes, sequences: Sequence[int]) -> bytes:
         """See `Store.abort`."""
@@ -105,6 +138,7 @@ class Reservations:
     def engine_gone(self, engine: bytes) -> int:
         """Nobody can write its slots any more. Returns how many were freed."""
         sequences = self._holdings.pop(engine, set())
+        del self._held_bytes[engine]
         for sequence in sequences:
             self._drop(self._records.pop(sequence))
         return len(sequences)
@@ -119,7 +153,9 @@ class Reservations:
         if holdings is None or sequence not in holdings:
             return None
         holdings.discard(sequence)
-        return self._records.pop(sequence)
+        record = self._records.pop(sequence)
+        self._held_bytes[engine] -= record.stride
+        return record
 
     def _drop(self, record: MemoryRecord) -> None:
         if not record.doomed:

@@ -33,7 +33,8 @@ def restore(tier: DiskTier, namespaces: Sequence[StoredNamespace], index: Durabl
 
     Before the tier serves. O(n log n), vectorised: 2 s of CPU for a million.
     """
-    tier.digests = {namespace.epoch: namespace.digest for namespace in namespaces}
+    for namespace in namespaces:
+        tier.know(namespace)
     dropped, columns = _read(index, np.array(list(tier.digests), np.int64))
     # The higher sequence keeps a slot that two entries claim.
     columns = columns.take(np.argsort(-columns.sequence, kind="stable"))

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 READ, WRITE, VERIFY, COMMIT, POPULATE = "read", "write", "verify", "commit", "populate"
-REOPEN = "reopen"
+DIGEST, REOPEN = "digest", "reopen"
 POOL_THREADS = {READ: 4, WRITE: 4, VERIFY: 2, COMMIT: 1, POPULATE: 2, REOPEN: 1}
+# A pool that has the threads of another, which leave it after every item when that one has work.
+GIVES_WAY = {DIGEST: VERIFY}  # what is stored, to what is loaded
 
 
 class Timer:
@@ -89,18 +91,47 @@ class _Batch:
         self.lock = threading.Lock()
 
 
+class _Pool:
+    """What the threads of a pool have before them."""
+
+    def __init__(self) -> None:
+        self.tokens: queue.SimpleQueue[bool] = queue.SimpleQueue()  # a thread wakes; False: ends
+        self.urgent: deque[_Batch] = deque()
+        self.patient: deque[_Batch] = deque()  # of a pool that gives way
+
+    def put(self, batch: _Batch, *, gives_way: bool) -> None:
+        """Wake one thread for a share of the batch."""
+        (self.patient if gives_way else self.urgent).append(batch)
+        self.tokens.put(True)
+
+    def next_urgent(self) -> _Batch | None:
+        """A share of a batch that nothing comes before."""
+        return _popped(self.urgent)
+
+    def next_patient(self) -> _Batch | None:
+        """A share of a batch that gives way."""
+        return _popped(self.patient)
+
+
+def _popped(batches: deque[_Batch]) -> _Batch | None:
+    try:
+        return batches.popleft()
+    except IndexError:  # another thread was here first
+        return None
+
+
 class ThreadRuntime:
     """Real threads, real time, polled by its owner: `run_ready()` runs what is due, `wait()`
     sleeps.
 
     Threads of a pool start with its first batch and end with `close()`. One batch is shared by all
     threads of its pool; the last one to finish reports, so that a batch costs one wake-up however
-    many items it has.
+    many items it has. Batches of a pool in `GIVES_WAY` are done between those of another one.
     """
 
     def __init__(self, pool_threads: dict[str, int] | None = None) -> None:
         self._threads_of = {**POOL_THREADS, **(pool_threads or {})}
-        self._queues: dict[str, queue.SimpleQueue[_Batch | None]] = {}
+        self._pools: dict[str, _Pool] = {}
         self._threads: list[threading.Thread] = []
         self._finished: deque[_Batch] = deque()
         self._timers: list[tuple[float, int, Timer]] = []
@@ -134,11 +165,11 @@ class ThreadRuntime:
             self._finished.append(batch)
             self._wake()
             return
-        shares = min(self._threads_of[pool], len(items))
+        threads = GIVES_WAY.get(pool, pool)
+        shares = min(self._threads_of[threads], len(items))
         batch.running = shares
-        work_queue = self._pool(pool)
         for _ in range(shares):
-            work_queue.put(batch)
+            self._pool(threads).put(batch, gives_way=threads != pool)
 
     def run_ready(self) -> int:
         """Run finished batches' `done` and due timers. Returns how many calls were made."""
@@ -165,40 +196,49 @@ class ThreadRuntime:
 
     def close(self) -> None:
         """End the threads after what they are doing now. Idempotent."""
-        for pool, work_queue in self._queues.items():
-            for _ in range(self._threads_of[pool]):
-                work_queue.put(None)
+        for name, pool in self._pools.items():
+            for _ in range(self._threads_of[name]):
+                pool.tokens.put(False)
         for thread in self._threads:
             thread.join()
         self._threads.clear()
-        self._queues.clear()
+        self._pools.clear()
 
     def _wake(self) -> None:
         self._awake.set()
 
-    def _pool(self, pool: str) -> queue.SimpleQueue[_Batch | None]:
-        work_queue = self._queues.get(pool)
-        if work_queue is None:
-            work_queue = self._queues[pool] = queue.SimpleQueue()
-            for number in range(self._threads_of[pool]):
+    def _pool(self, name: str) -> _Pool:
+        pool = self._pools.get(name)
+        if pool is None:
+            pool = self._pools[name] = _Pool()
+            for number in range(self._threads_of[name]):
                 thread = threading.Thread(
-                    target=self._run,
-                    args=(work_queue,),
-                    name=f"ebbtide-{pool}-{number}",
-                    daemon=True,
+                    target=self._run, args=(pool,), name=f"ebbtide-{name}-{number}", daemon=True
                 )
                 thread.start()
                 self._threads.append(thread)
-        return work_queue
+        return pool
 
-    def _run(self, work_queue: queue.SimpleQueue[_Batch | None]) -> None:
-        while (batch := work_queue.get()) is not None:
-            count = len(batch.items)
-            while (index := next(batch.next)) < count:
-                batch.outcomes[index] = outcome_of(batch.work, batch.items[index])
-            with batch.lock:
-                batch.running -= 1
-                last = batch.running == 0
-            if last:
-                self._finished.append(batch)
-                self._wake()
+    def _run(self, pool: _Pool) -> None:
+        while pool.tokens.get():
+            urgent = pool.next_urgent()
+            if urgent is not None:
+                self._share(urgent)
+                continue
+            patient = pool.next_patient()
+            if patient is not None:  # else a thread has done it that gave way
+                self._share(patient, gives_way_in=pool)
+
+    def _share(self, batch: _Batch, gives_way_in: _Pool | None = None) -> None:
+        """Do items of a batch until none is left."""
+        count = len(batch.items)
+        while (index := next(batch.next)) < count:
+            batch.outcomes[index] = outcome_of(batch.work, batch.items[index])
+            while gives_way_in and (urgent := gives_way_in.next_urgent()):
+                self._share(urgent)
+        with batch.lock:
+            batch.running -= 1
+            last = batch.running == 0
+        if last:
+            self._finished.append(batch)
+            self._wake()

@@ -3,13 +3,15 @@
 The medium is divided into segments; a segment serves slots of one *stride* (record length
 rounded up to the alignment) at a time. A size without space takes a free segment, else it evicts
 its own coldest record or drains the segment that is coldest over all namespaces, whichever is
-colder. This class does the arithmetic and the order; it knows no bytes, no keys and no I/O.
+colder. Namespaces with a quota have an order of eviction each: `tiers.shares` says which of them
+may lose records. This class does the arithmetic and the order; it knows no bytes, no keys and no
+I/O.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -17,10 +19,11 @@ import numpy as np
 
 from ebbtide.errors import ConfigError, MisuseError
 from ebbtide.tiers.policy import LRU, RecencyClock
+from ebbtide.tiers.shares import COMMON, Shares
 from ebbtide.tiers.slot_class import Segment, SlotClass
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
@@ -47,7 +50,7 @@ class SegmentSpace(Generic[Owner]):
     """The slots of one medium of `capacity_bytes`. A slot is named by its byte offset.
 
     Every method runs on the store's control thread. `place`, `remove`, `touch` are O(1) (place:
-    O(log slots of a segment)); `victims` is O(1) unless a segment has to be drained, then
+    O(log slots of a segment)); `victims` is O(orders) unless a segment has to be drained, then
     O(segments).
     """
 
@@ -63,6 +66,7 @@ class SegmentSpace(Generic[Owner]):
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0  # strides of occupied slots, padding included
         self.payload_bytes = 0
+        self.shares = Shares(capacity_bytes)  # kept by whoever knows which records count
         self.clock = RecencyClock()
         self.classes: dict[int, SlotClass] = {}
         whole, rest = divmod(capacity_bytes, self.segment_bytes)
@@ -107,21 +111,33 @@ class SegmentSpace(Generic[Owner]):
 
     # -- occupying slots ------------------------------------------------------------------------
 
-    def place(self, owner: Owner, length: int) -> int | None:
-        """Give the owner a free slot: its offset. None: something must be evicted first."""
+    def place(self, owner: Owner, length: int, order: int = COMMON) -> int | None:
+        """Give the owner a free slot: its offset. None: something must be evicted first.
+
+        `order`: of eviction, see `Shares.order`.
+        """
         slot_class = self._class_for(self.stride(length))
         segment = self._open_segment(slot_class)
         if segment is None:
             return None
         number = heapq.heappop(segment.free)
-        self._occupy(owner, length, slot_class, segment, number)
+        slot = segment.position * slot_class.slots_per_segment + number
+        slot_class.owners[slot] = owner
+        slot_class.policy.assign(slot, order)
+        segment.hold(order, 1)
+        segment.used += 1
+        self.used_bytes += slot_class.stride
+        self.payload_bytes += length
         return segment.index * self.segment_bytes + number * slot_class.stride
 
-    def place_all(self, owners: Sequence[Owner], lengths: Ints, offsets: Ints) -> Bools:
+    def place_all(
+        self, owners: Sequence[Owner], lengths: Ints, offsets: Ints, orders: Ints | None = None
+    ) -> Bools:
         """Occupy exactly these slots, in a space without any: for opening a directory.
 
-        Where two cannot both be, the first has its slot. Returns which have one; they are hidden
-        until `expose_all`. O(n log n), vectorised: 0.3 s for a million.
+        `orders`: of eviction, as in `place`; None: all are of the common one. Where two cannot
+        both be, the first has its slot. Returns which have one; they are hidden until `expose_all`.
+        O(n log n), vectorised: 0.3 s for a million.
         """
         strides = -(-lengths // self.alignment) * self.alignment
         segments, inside = np.divmod(offsets, self.segment_bytes)
@@ -141,6 +157,8 @@ class SegmentSpace(Generic[Owner]):
             mine, stride = at[start : start + count], int(stride_of[index])
             numbers = inside[mine] // stride
             self._take_segment(index, stride, numbers, [owners[n] for n in mine.tolist()])
+            if orders is not None:
+                self._assign_orders(self._segments[index], numbers, orders[mine])
         self._free_segments = [s.index for s in self._segments if s.slot_class is None]
         self.used_bytes += int(strides[at].sum())
         self.payload_bytes += int(lengths[at].sum())
@@ -155,6 +173,7 @@ class SegmentSpace(Generic[Owner]):
             raise MisuseError("A slot was freed twice", slot=slot, stride=slot_class.stride)
         self._hide(segment, slot_class, slot)
         slot_class.owners[slot] = None
+        segment.hold(slot_class.policy.order(slot), -1)
         self.used_bytes -= slot_class.stride
         self.payload_bytes -= length
         segment.used -= 1
@@ -227,35 +246,68 @@ class SegmentSpace(Generic[Owner]):
         _, slot_class, slot = self._at(offset)
         return slot_class.policy.stamp(slot)
 
-    def victims(self, length: int, evictable: Callable[[Owner], bool] | None = None) -> list[Owner]:
+    def victims(
+        self,
+        length: int,
+        evictable: Callable[[Owner], bool] | None = None,
+        sake: int = COMMON,
+        *,
+        strict: bool = False,
+    ) -> list[Owner]:
         """Owners whose removal makes room for one record of `length` bytes; [] when nothing can go.
 
-        Without `evictable` every exposed one may go.
+        Without `evictable` every exposed one may go, but for what is kept for other namespaces than
+        `sake`, whose record it is. Nobody is shut out for good: who has no slot of that size at all
+        may take one, whatever is kept for others; not if `strict`.
 
         Either the coldest evictable one of the same stride, or all of the coldest segment of
         another stride. Nothing is changed.
         """
         stride = self.stride(length)
         slot_class = self.classes.get(stride)
-        own = None if slot_class is None else self._coldest(slot_class, evictable)
+        own = None if slot_class is None else self._coldest_lawful(slot_class, evictable, sake)
         if slot_class is None or own is None:
             colder_than = self.clock.now + 1
         else:
             colder_than = slot_class.policy.stamp(own)
-        drained = self._coldest_segment(stride, colder_than, evictable)
+        drained = self._coldest_segment(stride, colder_than, evictable, sake)
+        if drained is None and own is None and not strict and not self._has_slot(slot_class, sake):
+            if slot_class is not None:
+                own = self._coldest(slot_class, evictable, list(slot_class.policy.orders()))
+            if own is None:
+                drained = self._coldest_segment(stride, colder_than, evictable, None)
         if drained is not None:
             return [owner for _, owner in self._owners_of(drained)]
         if slot_class is None or own is None:
             return []
         return [slot_class.owners[own]]  # type: ignore[list-item]  # an Owner
 
+    def coldest_of(
+        self, orders: Collection[int], evictable: Callable[[Owner], bool] | None = None
+    ) -> Owner | None:
+        """The coldest evictable one of these orders, of whatever size. O(sizes)."""
+        coldest: Owner | None = None
+        stamp = self.clock.now + 1
+        for slot_class in self.classes.values():
+            slot = self._coldest(slot_class, evictable, orders)
+            if slot is not None and slot_class.policy.stamp(slot) < stamp:
+                stamp = slot_class.policy.stamp(slot)
+                coldest = slot_class.owners[slot]  # type: ignore[assignment]  # an Owner
+        return coldest
+
+    def coldest_lawful(self, sake: int) -> Owner | None:
+        """The coldest one of whatever size that may go for the sake of an epoch. O(orders)."""
+        orders = {order for c in self.classes.values() for order in self._lawful(c, sake)}
+        return self.coldest_of(orders)
+
     def coldest_first(self, each_max: int | None = None) -> Iterator[Owner]:
-        """The owners that may be evicted, coldest first within each size, at most `each_max` of a
-        size.
+        """The owners that may be evicted, coldest first within each size and order, at most
+        `each_max` of them.
         """
         for slot_class in self.classes.values():
-            for slot in islice(slot_class.policy.coldest_first(), each_max):
-                yield slot_class.owners[slot]  # type: ignore[misc]  # an Owner
+            for order in list(slot_class.policy.orders()):
+                for slot in islice(slot_class.policy.coldest_first((order,)), each_max):
+                    yield slot_class.owners[slot]  # type: ignore[misc]  # an Owner
 
     def recency(self) -> Callable[[], list[Owner]]:
         """A snapshot of all owners with their stamps: what it returns sorts them, coldest first,
@@ -294,6 +346,9 @@ class SegmentSpace(Generic[Owner]):
                 raise MisuseError("A segment lost or gained slots", index=segment.index)
             if segment.used != len(taken):
                 raise MisuseError("A segment miscounts its slots", index=segment.index)
+            orders = Counter(slot_class.policy.order(slot) for slot in taken)
+            if {**orders, COMMON: 0} != {**segment.held, COMMON: 0}:
+                raise MisuseError("A segment miscounts its namespaces", index=segment.index)
         if used != self.used_bytes:
             raise MisuseError("Byte counters disagree", counted=used, claimed=self.used_bytes)
 
@@ -349,6 +404,7 @@ class SegmentSpace(Generic[Owner]):
         segment.slot_class = slot_class
         segment.free = list(range(count))
         segment.used = segment.exposed = 0
+        segment.held.clear()
         self._touched(segment)
         try:
             segment.position = slot_class.segments.index(None)
@@ -371,27 +427,63 @@ class SegmentSpace(Generic[Owner]):
         segment.free = np.setdiff1d(np.array(segment.free), numbers).tolist()
         segment.used = len(owners)
 
-    def _occupy(
-        self, owner: Owner, length: int, slot_class: SlotClass, segment: Segment, number: int
-    ) -> None:
-        slot_class.owners[segment.position * slot_class.slots_per_segment + number] = owner
-        segment.used += 1
-        self.used_bytes += slot_class.stride
-        self.payload_bytes += length
+    @staticmethod
+    def _assign_orders(segment: Segment, numbers: Ints, orders: Ints) -> None:
+        slot_class = segment.slot_class
+        assert slot_class is not None
+        first = segment.position * slot_class.slots_per_segment
+        for number, order in zip(numbers.tolist(), orders.tolist(), strict=True):
+            slot_class.policy.assign(first + number, order)
+            segment.hold(order, 1)
+
+    def _has_slot(self, slot_class: SlotClass | None, sake: int) -> bool:
+        """Whether the order of an epoch has a slot of that size, in whatever state. O(segments)."""
+        order = self.shares.order(sake)
+        for segment in slot_class.segments if slot_class is not None else ():
+            if segment is not None and segment.holds(order):
+                return True
+        return False
+
+    def _lawful(self, slot_class: SlotClass, sake: int) -> Collection[int]:
+        """The orders that may lose a slot for the sake of an epoch."""
+        may_lose, stride = self.shares.may_lose, slot_class.stride
+        return [o for o in slot_class.policy.orders() if may_lose(o, stride, sake)]
+
+    def _coldest_lawful(
+        self, slot_class: SlotClass, evictable: Callable[[Owner], bool] | None, sake: int
+    ) -> int | None:
+        """Whoever is over its cap goes first."""
+        over = self.shares.over_cap()
+        slot = self._coldest(slot_class, evictable, over) if over else None
+        return (
+            slot
+            if slot is not None
+            else self._coldest(slot_class, evictable, self._lawful(slot_class, sake))
+        )
 
     @staticmethod
-    def _coldest(slot_class: SlotClass, evictable: Callable[[Owner], bool] | None) -> int | None:
+    def _coldest(
+        slot_class: SlotClass,
+        evictable: Callable[[Owner], bool] | None,
+        orders: Collection[int],
+    ) -> int | None:
         """Its slot."""
+        coldest_first = slot_class.policy.coldest_first(orders)
         if evictable is None:
-            return next(slot_class.policy.coldest_first(), None)
-        for slot in islice(slot_class.policy.coldest_first(), SCAN_MAX):
+            return next(coldest_first, None)
+        for slot in islice(coldest_first, SCAN_MAX):
             if evictable(slot_class.owners[slot]):  # type: ignore[arg-type]  # an Owner
                 return slot
         return None
 
     def _coldest_segment(
-        self, stride: int, colder_than: int, evictable: Callable[[Owner], bool] | None
+        self,
+        stride: int,
+        colder_than: int,
+        evictable: Callable[[Owner], bool] | None,
+        sake: int | None,
     ) -> Segment | None:
+        """`sake` None: whatever the floors."""
         for segment in self._by_touch:
             if segment.last_touch >= colder_than:
                 return None
@@ -401,10 +493,20 @@ class SegmentSpace(Generic[Owner]):
                 continue
             if segment.exposed != segment.used:
                 continue
+            if sake is not None and segment.held and not self._may_drain(segment, sake):
+                continue
             owners = (owner for _, owner in self._owners_of(segment))
             if evictable is None or all(map(evictable, owners)):
                 return segment
         return None
+
+    def _may_drain(self, segment: Segment, sake: int) -> bool:
+        slot_class = segment.slot_class
+        assert slot_class is not None
+        return all(
+            self.shares.may_lose(order, slots * slot_class.stride, sake)
+            for order, slots in segment.held.items()
+        )
 
     def _touched(self, segment: Segment) -> None:
         segment.last_touch = self.clock.now

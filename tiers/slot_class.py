@@ -5,6 +5,8 @@ from __future__ import annotations
 import heapq
 from typing import TYPE_CHECKING
 
+from ebbtide.tiers.shares import COMMON
+
 if TYPE_CHECKING:
     from ebbtide.tiers.policy import EvictionPolicy
 
@@ -15,6 +17,7 @@ class Segment:
     __slots__ = (
         "exposed",
         "free",
+        "held",
         "index",
         "last_touch",
         "position",
@@ -31,7 +34,23 @@ class Segment:
         self.free: list[int] = []  # heap of slot numbers within the segment
         self.used = 0
         self.exposed = 0  # slots of it that may be evicted
+        self.held: dict[int, int] = {}  # taken slots by order of eviction, but for the common one
         self.last_touch = 0  # recency stamp of the most recent touch of any of its slots
+
+    def hold(self, order: int, slots: int) -> None:
+        """So many more of its slots are of that order, or fewer."""
+        if order != COMMON:
+            count = self.held.get(order, 0) + slots
+            if count:
+                self.held[order] = count
+            else:
+                del self.held[order]
+
+    def holds(self, order: int) -> bool:
+        """Whether any slot of it is of that order."""
+        if order != COMMON:
+            return order in self.held
+        return self.used > sum(self.held.values())
 
 
 class SlotClass:

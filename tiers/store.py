@@ -8,7 +8,7 @@ and who may call it stands with it. All of them are called on the control thread
 from __future__ import annotations
 
 from collections import Counter, deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ebbtide.errors import MisuseError
 from ebbtide.tiers.care import Care
@@ -19,8 +19,10 @@ from ebbtide.tiers.memory import MemoryRecord, MemoryTier, State
 from ebbtide.tiers.mover import Admission, Mover
 from ebbtide.tiers.namespaces import Namespaces
 from ebbtide.tiers.pins import Pins
+from ebbtide.tiers.quotas import Quotas
 from ebbtide.tiers.reasons import Miss, Place, label
 from ebbtide.tiers.reservations import Grant, Reservations
+from ebbtide.tiers.slot_queue import SlotQueue
 from ebbtide.tiers.tally import Tallies
 
 if TYPE_CHECKING:
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from ebbtide.tiers.namespace import Namespace
     from ebbtide.tiers.runtime import Runtime, Timer
     from ebbtide.tiers.segments import Ints
+
+NOT_WRITTEN = (Miss.NOT_ADMITTED, Miss.OVER_QUOTA)  # why the disk tier may have refused a record
 
 
 class Event(NamedTuple):
@@ -62,6 +66,7 @@ class Store:
         stored_namespaces: Sequence[StoredNamespace] = (),
         alignment: int = 4096,
         admission: Admission | None = None,
+        quotas: Quotas | None = None,
     ) -> None:
         self.runtime = runtime
         self.arena = arena
@@ -74,6 +79,7 @@ class Store:
         self.events: deque[Event] = deque(maxlen=bounds.event_entries)
         self.event_sequence = 0
         self.namespaces = Namespaces(stored_namespaces, bounds.namespaces_max)
+        self.quotas = quotas or Quotas()
         self._sequence = 0
         self.care = Care(self)
         self._lookups = Lookups(self)
@@ -81,7 +87,7 @@ class Store:
         self.pins = Pins(self.memory, bounds.pinned_max_bytes)
         self._loads: dict[bytes, dict[Load, None]] = {}  # in the order in which they came
         self._load_engine: dict[Load, bytes] = {}
-        self._slot_queue: deque[Load] = deque()
+        self._slot_queue = SlotQueue()
         self._woken = False
         self._save_timer: Timer | None = None
         self.mover: Mover | None = None
@@ -101,14 +107,20 @@ class Store:
 
     # -- namespaces -----------------------------------------------------------------------------
 
-    def open_namespace(self, pairs: list[list[object]], *, pending: bool = False) -> Namespace:
+    def open_namespace(
+        self, pairs: list[list[object]], *, pending: bool = False, for_engine: bool = True
+    ) -> Namespace:
         """The namespace of a descriptor; the same object for the same descriptor.
 
         `pending`: the engine does not know its content for sure yet; every key is a miss
-        `namespace_pending` and nothing is stored until it opens the final descriptor. Raises
-        MisuseError, and NoSpaceError for one too many.
+        `namespace_pending` and nothing is stored until it opens the final descriptor. Only one that
+        is opened `for_engine`, and not pending, is given its floor. Raises MisuseError, and
+        NoSpaceError for one too many.
         """
         namespace = self.namespaces.open(pairs, pending=pending)
+        if for_engine and not namespace.pending:
+            self.quotas.give(namespace.digest, pairs)
+        self._assign_quota(namespace)
         if self.disk is not None and not namespace.pending:
             stored = self.namespaces.to_store(namespace)
             if stored is not None:
@@ -230,7 +242,7 @@ class Store:
         """
         if namespace is None:  # also what only the directory knows
             for closed in self.namespaces.closed():
-                self.open_namespace(closed.descriptor)
+                self.open_namespace(closed.descriptor, for_engine=False)
         targets = [namespace] if namespace is not None else list(self.namespaces)
         outstanding = len(targets)
         all_ok = True
@@ -264,7 +276,7 @@ class Store:
     # -- looking at it --------------------------------------------------------------------------
 
     def stats(self) -> dict[str, object]:
-        """Numbers for humans and metrics. O(1)."""
+        """Numbers for humans and metrics. O(open namespaces)."""
         memory, disk = self.memory, self.disk
         report: dict[str, object] = {
             "memory": {
@@ -283,6 +295,9 @@ class Store:
             "counts": dict(self.counts),
             "loads": self.loads,
             "ghosts": len(self.ghosts),
+            "namespaces": {
+                namespace.digest.hex(): self.shares(namespace) for namespace in self.namespaces
+            },
         }
         if disk is not None and self.mover is not None:
             report["disk"] = {
@@ -305,6 +320,19 @@ class Store:
     def loads(self) -> int:
         """Loads that have not ended."""
         return len(self._load_engine)
+
+    def shares(self, namespace: Namespace | StoredNamespace) -> dict[str, Any]:
+        """What a namespace holds of the tiers and may hold, for humans and metrics. O(1)."""
+        epoch = namespace.epoch
+        quota = self.quotas.of(namespace.digest, namespace.descriptor)
+        disk_bytes = self.disk.space.shares.used_of[epoch] if self.disk is not None else 0
+        return {
+            "memory_slot_bytes": self.memory.space.shares.used_of[epoch],
+            "disk_slot_bytes": disk_bytes,
+            "floor": quota.floor,
+            "cap": quota.cap,
+            **self.tallies.of(epoch).quota_labels(),
+        }
 
     def events_since(self, sequence: int) -> list[Event]:
         """Events after `sequence`, oldest first; a gap at the start: some were dropped."""
@@ -390,6 +418,8 @@ class Store:
                 disk.adopt_namespace(namespace)
             elif epoch != namespace.epoch:
                 disk.reset(epoch, namespace, lambda ok: None)
+        for open_one in self.namespaces:
+            self._assign_quota(open_one)
         self.mover.run()
         self.slots_freed()
 
@@ -403,12 +433,14 @@ class Store:
         self, load: Load, namespace: Namespace, key: bytes, length: int
     ) -> MemoryRecord | None:
         """A slot to read into, or None: the load is in the FIFO queue and will be advanced."""
-        head = not self._slot_queue or self._slot_queue[0] is load
-        record = self.place(namespace, key, length, State.READING) if head else None
+        head = self._slot_queue.head
+        may = head is None or head is load
+        record = self.place(namespace, key, length, State.READING) if may else None
         if record is None:
             if not load.queued:
                 load.queued = True
-                self._slot_queue.append(load)
+                self._slot_queue.add(self._load_engine[load], load)
+                self.slots_freed()  # the one at the head may wait for its own namespace only
             if self.mover is not None:
                 self.mover.press()
         elif load.queued:
@@ -420,6 +452,11 @@ class Store:
         load.queued = False
         self._slot_queue.remove(load)
         self.slots_freed()
+
+    def fits_cap(self, namespace: Namespace, length: int) -> bool:
+        """Whether the namespace may ever hold a record of that length in memory."""
+        space = self.memory.space
+        return space.stride(length) <= space.shares.cap_bytes(namespace.epoch)
 
     def too_large(self, on_disk: DiskRecord) -> Miss:
         """Memory was made smaller since, and has no slot of that size: never promise it again."""
@@ -459,11 +496,24 @@ class Store:
 
     def _advance_waiting(self) -> None:
         self._woken = False
-        while self._slot_queue:
-            head = self._slot_queue[0]
-            head.advance()
-            if self._slot_queue and self._slot_queue[0] is head:
+        passed = 0  # engines whose namespace is at its cap: they hold nobody up
+        while passed < max(1, self._slot_queue.engines):
+            head = self._slot_queue.head
+            if head is None:
                 return
+            head.advance()
+            if self._slot_queue.head is not head:
+                passed = 0
+            elif self._is_full(head):
+                self._slot_queue.pass_turn()
+                passed += 1
+            else:
+                return
+
+    def _is_full(self, load: Load) -> bool:
+        """What the load waits for is room below its namespace's cap."""
+        space = self.memory.space
+        return space.shares.excess(load.epoch, space.stride(load.wanted_bytes)) > 0
 
     def disk_rows(self, namespace: Namespace, keys: Sequence[bytes]) -> Ints:
         """Per key its row in the disk tier's index, or NO_ROW; all of them while it is down."""
@@ -472,15 +522,24 @@ class Store:
     def place(
         self, namespace: Namespace, key: bytes, length: int, state: State
     ) -> MemoryRecord | None:
-        """A slot for a new record, pinned by who fills it; evicts what may go. None: busy."""
+        """A slot for a new record, pinned by who fills it; evicts what may go. None: busy.
+
+        A namespace at its cap evicts its own coldest first.
+        """
+        space, epoch = self.memory.space, namespace.epoch
+        while space.shares.excess(epoch, space.stride(length)) > 0:
+            coldest = space.coldest_of((epoch,), self._evictable)
+            if coldest is None:
+                return None
+            self._evict(coldest, epoch, Miss.OVER_QUOTA)
         self._sequence += 1
         record = MemoryRecord(namespace, key, self._sequence, state)
         while not self.memory.place(record, length):
-            victims = self.memory.space.victims(length, self._evictable)
+            victims = space.victims(length, self._evictable, epoch)
             if not victims:
                 return None
             for victim in victims:
-                self._evict(victim)
+                self._evict(victim, epoch)
         return record
 
     def published(self, record: MemoryRecord, digest: bytes) -> None:
@@ -500,21 +559,31 @@ class Store:
         written = not record.dirty or self.disk is None or self.disk.down is not None
         return written and record.pins == 0
 
-    def _evict(self, record: MemoryRecord) -> None:
+    def _evict(self, record: MemoryRecord, sake: int, why: Miss = Miss.EVICTED) -> None:
         self.counts["memory_evicted"] += 1
+        if record.epoch != sake:
+            self.tallies.of(record.epoch).evicted_for_others[Place.MEMORY] += 1
         namespace = self.namespaces.by_epoch(record.epoch)
-        refused = self.ghosts.reason(record.epoch, record.key) is Miss.NOT_ADMITTED
+        refused = self.ghosts.reason(record.epoch, record.key) in NOT_WRITTEN
         if not refused and (namespace is None or not self._lookups.on_disk(namespace, record.key)):
-            self.ghosts.remember(record.epoch, record.key, Miss.EVICTED)
+            self.ghosts.remember(record.epoch, record.key, why)
         self.memory.discard(record)
         self._event("evicted", record.epoch, record.key, Place.MEMORY)
+
+    def _assign_quota(self, namespace: Namespace) -> None:
+        epoch, digest, pairs = namespace.epoch, namespace.digest, namespace.descriptor
+        self.quotas.assign(self.memory.space.shares, epoch, digest, pairs)
+        if self.disk is not None and not namespace.pending:
+            self.quotas.assign(self.disk.space.shares, epoch, digest, pairs)
 
     def _reset_one(self, namespace: Namespace, settled: Callable[[bool], None]) -> None:
         old_epoch = namespace.epoch
         self.pins.drop_epoch(old_epoch)
         gone = [*self.memory.index(old_epoch)]
         self.memory.forget(old_epoch)
+        self.memory.space.shares.retire(old_epoch)
         stored = self.namespaces.renew(namespace)
+        self._assign_quota(namespace)
         self.tallies.renew(old_epoch, namespace.epoch)
         for key in gone:
             self.ghosts.remember(namespace.epoch, key, Miss.RESET)
@@ -530,9 +599,11 @@ class Store:
         disk.on_lost = self._disk_lost
         disk.on_reset = self._disk_reset
 
-    def _disk_evicted(self, epoch: int, key: bytes) -> None:
+    def _disk_evicted(self, epoch: int, key: bytes, sake: int, why: Miss) -> None:
+        if epoch != sake:
+            self.tallies.of(epoch).evicted_for_others[Place.DISK] += 1
         if self.memory.find(epoch, key) is None:
-            self.ghosts.remember(epoch, key, Miss.EVICTED)
+            self.ghosts.remember(epoch, key, why)
         self._event("evicted", epoch, key, Place.DISK)
 
     def _disk_reset(self, epoch: int, key: bytes) -> None:
@@ -546,8 +617,8 @@ class Store:
             self.memory.soil(record, self.runtime.now())
         self._event("lost", epoch, key, Place.DISK)
 
-    def _not_admitted(self, record: MemoryRecord) -> None:
-        self.ghosts.remember(record.epoch, record.key, Miss.NOT_ADMITTED)
+    def _not_admitted(self, record: MemoryRecord, reason: Miss) -> None:
+        self.ghosts.remember(record.epoch, record.key, reason)
 
     def _event(self, kind: str, epoch: int, key: bytes, place: Place) -> None:
         self.event_sequence += 1

@@ -10,19 +10,28 @@ from ebbtide.tiers.reasons import label
 class Tally:
     """Counts of one namespace, by codes of `tiers.reasons`."""
 
-    __slots__ = ("drops", "failed_loads", "hits", "misses")
+    __slots__ = ("drops", "evicted_for_others", "failed_loads", "hits", "misses", "refused")
 
     def __init__(self) -> None:
         self.hits: Counter[int] = Counter()  # records granted to loads, by the tier they came from
         self.failed_loads: Counter[int] = Counter()  # records a load did not bring
         self.misses: Counter[int] = Counter()  # records that were computed and came to be stored
         self.drops: Counter[int] = Counter()  # records that left the store, or were not let in
+        self.evicted_for_others: Counter[int] = Counter()  # for another namespace's sake, by tier
+        self.refused: Counter[int] = Counter()  # reservations that ended early, by reason
 
     def as_labels(self) -> dict[str, dict[str, int]]:
-        """All counts, for humans."""
+        """What became of records, for humans."""
+        return self._labels("hits", "misses", "failed_loads", "drops")
+
+    def quota_labels(self) -> dict[str, dict[str, int]]:
+        """What it cost to share the store, for humans."""
+        return self._labels("evicted_for_others", "refused")
+
+    def _labels(self, *names: str) -> dict[str, dict[str, int]]:
         return {
             name: {label(code): count for code, count in getattr(self, name).items()}
-            for name in ("hits", "misses", "failed_loads", "drops")
+            for name in names
         }
 
 

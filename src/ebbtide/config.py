@@ -36,6 +36,7 @@ from ebbtide.config_schema import (
     Config,
     ConnectorConfig,
     DiskConfig,
+    FairnessConfig,
     Field,
     HttpConfig,
     Kind,
@@ -51,6 +52,7 @@ __all__ = [
     "ConnectorConfig",
     "DiskConfig",
     "Door",
+    "FairnessConfig",
     "HttpConfig",
     "LimitsConfig",
     "LoadedConfig",
@@ -81,7 +83,7 @@ TEST_PREFIX = PREFIX + "TEST_"  # how long a test runs: never a setting
 RENAMED: dict[str, str] = {}
 
 
-Written = str | int | float | bool | list[int] | None  # as a configuration spells a value
+Written = str | int | float | bool | list[Any] | None  # as a configuration spells a value
 
 
 class Door(StrEnum):
@@ -245,6 +247,8 @@ def _convert(field: Field, given: _Given) -> object:
     try:
         if field.kind is Kind.LIST and text_only:
             value = parse_list(str(value))
+        elif field.kind is Kind.TABLES and text_only:
+            return msgspec.json.decode(str(value), type=field.type)
         elif field.kind in (Kind.SIZE, Kind.DURATION):
             if not isinstance(value, str):
                 example = "8GiB" if field.kind is Kind.SIZE else "250ms"
@@ -254,7 +258,7 @@ def _convert(field: Field, given: _Given) -> object:
                 )
             value = parse_size(value) if field.kind is Kind.SIZE else parse_duration(value)
         return msgspec.convert(value, field.type, strict=not text_only)
-    except msgspec.ValidationError as error:
+    except msgspec.DecodeError as error:  # not JSON, or not what it should be
         raise ConfigError(
             f"{field.path}: {error}, was {given.value!r}", next_step=field.doc, door=given.origin
         ) from error
@@ -334,6 +338,9 @@ def written_value(config: Config, path: str) -> Written:
     value = getattr(getattr(config, section) if section else config, field.attribute)
     if field.kind is Kind.SIZE:
         return exact_size(value)
+    if field.kind is Kind.TABLES:
+        tables = [msgspec.structs.asdict(table) for table in value]
+        return [{k: v for k, v in table.items() if v is not None} for table in tables]
     if field.kind is Kind.LIST:
         return list(value)
     written: Written = exact_duration(value) if field.kind is Kind.DURATION else value

@@ -15,6 +15,7 @@ from ebbtide.config_schema import (
     SLOT_ALIGNMENT,
     Config,
     DiskConfig,
+    FairnessConfig,
     HttpConfig,
     MemoryConfig,
 )
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 SOCKET_PATH_MAX = 107  # sun_path holds 108 bytes, the last of them a NUL
+ROUNDING = 1e-9  # sums of decimal shares are not exact
 
 
 def _check_absolute(path: str, name: str) -> None:
@@ -92,6 +94,32 @@ def check_consistent(config: Config) -> None:
         )
         _refuse_above(
             "disk.commit_batch", disk.commit_batch_bytes, "disk.capacity", disk.capacity_bytes
+        )
+    check_fairness(config.fairness)
+
+
+def check_fairness(fairness: FairnessConfig) -> None:
+    """Raise `ConfigError` when a floor is above its cap, or the floors are more than the whole.
+
+    Each rule is counted once: how many namespaces it will match, nobody knows here. A store gives
+    floors only as long as they add up.
+    """
+    shares = [("fairness", fairness.floor, fairness.cap)]
+    for rule in fairness.namespace:
+        floor = fairness.floor if rule.floor is None else rule.floor
+        cap = fairness.cap if rule.cap is None else rule.cap
+        shares.append((f"fairness.namespace {rule.match!r}", floor, cap))
+    for name, floor, cap in shares:
+        if floor > cap:
+            raise ConfigError(
+                f"{name} has a floor of {floor:g}, more than its cap of {cap:g}",
+                next_step="Lower the floor or raise the cap",
+            )
+    total = sum(floor for _, floor, _ in shares)
+    if total > 1 + ROUNDING:
+        raise ConfigError(
+            f"the floors of [fairness] add up to {total:g}, and the whole is 1",
+            next_step="Lower some of them; the default floor counts once",
         )
 
 

@@ -75,6 +75,9 @@ def _add_vllm_arguments(vllm: argparse.ArgumentParser) -> None:
 
 def _literal(value: object) -> str:
     # TOML's strings, numbers and truth values are spelled as in JSON, but for this one character.
+    if isinstance(value, list):
+        tables = (", ".join(f"{k} = {_literal(v)}" for k, v in table.items()) for table in value)
+        return f"[{', '.join(f'{{{table}}}' for table in tables)}]"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

@@ -8,7 +8,7 @@ Sizes are totals of the store, whatever the number of ranks, engines or devices 
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 import msgspec
 from msgspec import Meta, Struct
@@ -117,6 +117,34 @@ class LimitsConfig(Section, frozen=True, kw_only=True):
     write_queue_bytes: Annotated[
         int, Meta(ge=1, description="Bytes that may wait for the disk; what exceeds it is shed.")
     ] = 128 * MIB
+    store_window_bytes: Annotated[
+        int,
+        Meta(ge=1, description="Most arena bytes that one engine may write to at the same time."),
+    ] = GIB
+
+
+class NamespaceFairness(Section, frozen=True, kw_only=True):
+    """The shares of the namespaces with a field that contains `match`."""
+
+    match: Annotated[str, Meta(min_length=1)]
+    floor: Annotated[float, Meta(ge=0, le=1)] | None = None  # None: the section's
+    cap: Annotated[float, Meta(gt=0, le=1)] | None = None
+
+
+class FairnessConfig(Section, frozen=True, kw_only=True):
+    """How the namespaces of one store share memory and disk."""
+
+    floor: Annotated[
+        float,
+        Meta(ge=0, le=1, description="Share of each tier that no other namespace takes from one."),
+    ] = 0.0
+    cap: Annotated[
+        float, Meta(gt=0, le=1, description="Most of each tier that one namespace may hold.")
+    ] = 1.0
+    namespace: Annotated[
+        tuple[NamespaceFairness, ...],
+        Meta(description="Other shares for the namespaces with a field that contains `match`."),
+    ] = ()
 
 
 UID_MAX = 2**32 - 2  # the highest number means "no user"
@@ -204,6 +232,7 @@ class Config(Section, frozen=True, kw_only=True):
     limits: LimitsConfig = LimitsConfig()
     server: ServerConfig = ServerConfig()
     http: HttpConfig | None = None
+    fairness: FairnessConfig = FairnessConfig()
     connector: ConnectorConfig = ConnectorConfig()
 
 
@@ -214,6 +243,7 @@ class Kind(Enum):
     SIZE = "a size"
     DURATION = "a duration"
     LIST = "a list"
+    TABLES = "a list of tables"
 
 
 class Field(NamedTuple):
@@ -233,6 +263,7 @@ SECTIONS: Mapping[str, type[Section]] = {
     "limits": LimitsConfig,
     "server": ServerConfig,
     "http": HttpConfig,
+    "fairness": FairnessConfig,
     "connector": ConnectorConfig,
 }
 
@@ -264,9 +295,12 @@ DERIVED: Mapping[str, Derived] = {
 }
 
 
-def _kind(attribute: str, default: object) -> Kind:
+def _kind(attribute: str, default: object, kind_of: object) -> Kind:
     if isinstance(default, tuple):
-        return Kind.LIST
+        bare = get_args(kind_of)[0] if get_origin(kind_of) is Annotated else kind_of
+        item = get_args(bare)[0]
+        is_table = isinstance(item, type) and issubclass(item, Section)
+        return Kind.TABLES if is_table else Kind.LIST
     if attribute.endswith("_bytes"):
         return Kind.SIZE
     return Kind.DURATION if attribute.endswith("_s") else Kind.PLAIN
@@ -282,7 +316,7 @@ def _fields_of(struct: type[Section], prefix: str) -> list[Field]:
             Field(
                 path=prefix + info.encode_name,
                 attribute=info.name,
-                kind=_kind(info.name, info.default),
+                kind=_kind(info.name, info.default, info.type),
                 type=info.type,
                 default=info.default,
                 doc=documented[0].description or "" if documented else "",

@@ -15,11 +15,14 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping
 
+TIERS = ("memory", "disk")
 COUNTS = {
     "hits": "hits",
     "misses": "computed and stored, because",
     "failed_loads": "loads that failed",
     "drops": "dropped",
+    "evicted_for_others": "evicted for another namespace's sake, from",
+    "refused": "reservations cut short, because",
 }
 _AGES = ((86_400, "d"), (3600, "h"), (60, "min"))
 
@@ -54,21 +57,29 @@ def _lines(found: Mapping[str, Any]) -> list[str]:
     for namespace in found["namespaces"]:
         fields = "  ".join(f"{name}={value}" for name, value in namespace["fields"].items())
         lines.append(f"{namespace['name']}  {fields}".rstrip())
-        for tier in ("memory", "disk"):
+        for tier in TIERS:
             if f"{tier}_records" in namespace:
                 size = format_size(namespace[f"{tier}_bytes"])
                 ages = _ages(namespace) if tier == "disk" else ""
                 lines.append(f"  {tier}: {namespace[f'{tier}_records']} records, {size}{ages}")
+        if namespace.get("floor") or namespace.get("cap", 1.0) < 1.0:
+            lines.append(_quota(namespace))
         for name, words in COUNTS.items():
             if namespace.get(name):
                 counts = sorted(namespace[name].items(), key=lambda pair: (-pair[1], pair[0]))
                 lines.append(f"  {words}: " + ", ".join(f"{n} {word}" for word, n in counts))
-    lines += [
-        _tier(tier, found["store"][tier]) for tier in ("memory", "disk") if tier in found["store"]
-    ]
+    lines += [_tier(tier, found["store"][tier]) for tier in TIERS if tier in found["store"]]
     if not found["by_store"]:
         lines.append("No store runs on the directory: hits, misses and drops are not known")
     return lines
+
+
+def _quota(namespace: Mapping[str, Any]) -> str:
+    held = (f"{format_size(namespace[f'{tier}_slot_bytes'])} of {tier}" for tier in TIERS)
+    return (
+        f"  holds {' and '.join(held)}, slots included;"
+        f" floor {namespace['floor']:.3g}, cap {namespace['cap']:.3g} of each"
+    )
 
 
 def _tier(tier: str, totals: Mapping[str, Any]) -> str:

@@ -35,8 +35,9 @@ def eventually(condition: Callable[[], object], timeout_s: float = 10.0) -> None
 class Engine:
     """A process that runs `programs/engine.py`."""
 
-    def __init__(self, socket_path: str, engine: bytes) -> None:
+    def __init__(self, socket_path: str, engine: bytes, model: str = "m") -> None:
         program = [sys.executable, "-P", str(PROGRAMS / "engine.py"), socket_path, engine.hex()]
+        program.append(model)
         self.process = subprocess.Popen(
             program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
@@ -111,9 +112,9 @@ class House:
         self.stores.append(store)
         return store
 
-    def engine(self, engine: bytes | None = None) -> Engine:
+    def engine(self, engine: bytes | None = None, *, model: str = "m") -> Engine:
         """Start an engine's worker process."""
-        found = Engine(self.socket, engine or os.urandom(16))
+        found = Engine(self.socket, engine or os.urandom(16), model)
         self._engines.append(found)
         return found
 

@@ -8,7 +8,7 @@ from tests.sim.plan import Reading, Slot
 from ebbtide.testing import FAULTS, RecordingSink
 from ebbtide.tiers.memory import State
 from ebbtide.tiers.reasons import Miss, Place
-from ebbtide.tiers.runtime import COMMIT, READ, VERIFY, WRITE
+from ebbtide.tiers.runtime import COMMIT, DIGEST, READ, VERIFY, WRITE
 
 CHAIN_MAX = 8
 
@@ -235,14 +235,14 @@ class World(Model):
 
     def stall(self) -> None:
         """A device or a pool of threads is slow, or hangs, for a while."""
-        pool = self.random.choice([READ, WRITE, COMMIT, VERIFY])
+        pool = self.random.choice([READ, WRITE, COMMIT, VERIFY, DIGEST])
         if self.plan.slow_s and self.random.random() < 0.5:
             self.sim.runtime.slow(pool, self.random.choice(self.plan.slow_s))
         else:
             self.sim.runtime.hold(pool)
 
     def let_go(self) -> None:
-        for pool in (READ, WRITE, COMMIT, VERIFY):
+        for pool in (READ, WRITE, COMMIT, VERIFY, DIGEST):
             self.sim.runtime.let_go(pool)
             self.sim.runtime.slow(pool, 0.0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import pytest
 
 from ebbtide import config as config_module
 from ebbtide.config import Door, load_config, variable_name, written_value
+from ebbtide.config_cli import as_toml
 from ebbtide.config_schema import DERIVED, FIELDS, Kind
 from ebbtide.errors import ConfigError
 from ebbtide.sizes import GIB, MIB
@@ -63,7 +65,9 @@ def test_the_defaults_are_those_of_the_design() -> None:
         "frame_max_bytes": 4 * MIB,
         "connections_max": 256,
         "write_queue_bytes": 128 * MIB,
+        "store_window_bytes": GIB,
     }
+    assert msgspec.structs.asdict(config.fairness) == {"floor": 0.0, "cap": 1.0, "namespace": ()}
     assert msgspec.structs.asdict(config.connector) == {
         "stores": "eager",
         "prompt_only": False,
@@ -196,7 +200,7 @@ def test_every_field_is_documented_and_has_a_variable_that_reaches_it(path: str)
     assert field.doc.endswith(".")
     loaded = load_config({**MEMORY, **DISK, **HTTP}, {})
     value = written_value(loaded.config, path)
-    text = "true" if value is True else "/run/s" if value is None else str(value)
+    text = "/run/s" if value is None else json.dumps(value) if value is True else str(value)
     environ = {
         "EBBTIDE_MEMORY__CAPACITY": "8GiB",
         "EBBTIDE_DISK__PATH": "/cache",
@@ -226,6 +230,9 @@ def test_units_are_in_the_names_of_all_fields_that_have_one() -> None:
         "http.port",
         "http.host",
         "http.token_file",
+        "fairness.floor",
+        "fairness.cap",
+        "fairness.namespace",
         "connector.stores",
         "connector.prompt_only",
         "connector.copy",
@@ -294,6 +301,11 @@ def test_p86_an_unknown_key_is_an_error_in_every_door(tmp_path: Path) -> None:
         ({"memory": {"populate": 1}}, "memory.populate: Expected `bool`"),
         ({"memory": {"load_reserve_ratio": 0.9}}, "memory.load_reserve_ratio: Expected"),
         ({"socket": 1}, "socket: Expected `str | null`"),
+        ({"fairness": {"cap": 0}}, "fairness.cap: Expected `float` > 0"),
+        ({"fairness": {"floor": 1.5}}, "fairness.floor: Expected `float` <= 1"),
+        ({"fairness": {"namespace": [{"floor": 0.1}]}}, "missing required field `match`"),
+        ({"fairness": {"namespace": [{"match": "m", "flor": 1}]}}, "unknown field `flor`"),
+        ({"fairness": {"namespace": {"match": "m"}}}, "fairness.namespace: Expected `array`"),
         ({"connector": {"stores": "later"}}, "connector.stores: Invalid enum value 'later'"),
         ({"connector": {"compute_margin_ratio": 0}}, "connector.compute_margin_ratio: Expected"),
         ({"connector": {"compute_margin_ratio": 1.1}}, "connector.compute_margin_ratio: Expected"),
@@ -388,3 +400,60 @@ def test_a_file_that_is_not_toml_is_named(tmp_path: Path, content: bytes) -> Non
 def test_a_variable_that_sizes_a_test_is_no_setting() -> None:
     environ = {"EBBTIDE_MEMORY__CAPACITY": "1GiB", "EBBTIDE_TEST_KILLS": "50"}
     assert load_config(environ=environ).config.memory.capacity_bytes == 1 << 30
+
+
+# -- shares of the namespaces ---------------------------------------------------------------------
+
+RULES = [{"match": "model=large", "floor": 0.5}, {"match": "test", "cap": 0.2, "floor": 0.0}]
+
+
+def test_shares_of_namespaces_come_through_every_door(tmp_path: Path) -> None:
+    file = tmp_path / "ebbtide.toml"
+    file.write_text(
+        '[fairness]\nfloor = 0.1\ncap = 0.8\n[[fairness.namespace]]\nmatch = "model=large"\n'
+        'floor = 0.5\n[[fairness.namespace]]\nmatch = "test"\ncap = 0.2\nfloor = 0.0\n'
+    )
+    found = [
+        load_config(MEMORY, {}, file),
+        load_config(MEMORY | {"fairness": {"floor": 0.1, "cap": 0.8, "namespace": RULES}}, {}),
+        load_config(
+            MEMORY | {"fairness": {"floor": 0.1, "cap": 0.8}},
+            {"EBBTIDE_FAIRNESS__NAMESPACE": json.dumps(RULES)},
+        ),
+    ]
+    assert [loaded.config.fairness for loaded in found] == [found[0].config.fairness] * 3
+    assert found[0].config.fairness.namespace[0].cap is None
+    assert written_value(found[0].config, "fairness.namespace") == RULES
+
+
+def test_shares_that_are_shown_load_to_the_same(tmp_path: Path) -> None:
+    loaded = load_config(MEMORY | {"fairness": {"floor": 0.1, "namespace": RULES}}, {})
+    file = tmp_path / "shown.toml"
+    file.write_text(as_toml(loaded, origin=False))
+    assert load_config(None, {}, file).config == loaded.config
+
+
+def test_a_list_of_shares_that_is_no_json_names_the_variable() -> None:
+    line = refusal(MEMORY, {"EBBTIDE_FAIRNESS__NAMESPACE": "model=large"})
+    assert "fairness.namespace" in line
+    assert "EBBTIDE_FAIRNESS__NAMESPACE" in line
+
+
+def test_floors_that_do_not_add_up_are_refused() -> None:
+    def with_shares(floor: float, *others: float) -> dict[str, object]:
+        rules = [{"match": str(other), "floor": other} for other in others]
+        return MEMORY | {"fairness": {"floor": floor, "namespace": rules}}
+
+    load_config(with_shares(0.1, 0.2, 0.3, 0.4), {})
+    assert "add up to 1.1, and the whole is 1" in refusal(with_shares(0.2, 0.2, 0.3, 0.4))
+    load_config(with_shares(0.0, 1.0), {})
+
+
+def test_a_floor_above_its_cap_is_refused() -> None:
+    assert "fairness has a floor of 0.5, more than its cap of 0.4" in refusal(
+        MEMORY | {"fairness": {"floor": 0.5, "cap": 0.4}}
+    )
+    rule = {"match": "m", "cap": 0.05}
+    assert "fairness.namespace 'm' has a floor of 0.1" in refusal(
+        MEMORY | {"fairness": {"floor": 0.1, "namespace": [rule]}}
+    )

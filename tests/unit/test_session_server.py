@@ -8,7 +8,7 @@ import os
 import socket
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -125,6 +125,109 @@ async def test_a_fault_in_one_request_is_answered_counted_and_left_behind(
         answers += await rim.hear(peer)
     assert answers == [(7, connection_module.FAULT), (8, wire.Ok())]
     assert rim.store.counts["faults"] == 1
+
+
+async def test_a_fault_in_a_store_that_waited_is_answered_and_left_behind(
+    rim: Rim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer = await rim.greeted()
+
+    def fail(*args: object) -> bytes:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(rim.store, "abort", fail)
+    stream = wire.encode(7, wire.Abort((1,))) + wire.encode(8, wire.Flush())
+    await asyncio.get_running_loop().sock_sendall(peer, stream)
+    answers: list[tuple[int, wire.Message]] = []
+    while len(answers) < 2:
+        answers += await rim.hear(peer)
+    assert answers == [(7, connection_module.FAULT), (8, wire.Ok())]
+    assert rim.store.counts["faults"] == 1
+
+
+async def test_a_lookup_goes_before_the_stores_of_another_connection(
+    rim: Rim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It arrives last, and is answered first."""
+    flood, other = await rim.greeted(), await rim.greeted()
+    await rim.say(other, 1, wire.OpenNamespace([["model", "m"]]))
+    ((_, opened),) = await rim.hear(other)
+    assert isinstance(opened, wire.NamespaceOpened)
+    keys = tuple(n.to_bytes(36, "big") for n in range(1000))
+    order: list[str] = []
+    reserve, lookup = rim.store.reserve, rim.store.lookup
+
+    def reserving(*args: Any) -> Any:
+        order.append("reserve")
+        if len(order) == 1:  # the lookup arrives while the first piece is dealt with
+            other.sendall(wire.encode(2, wire.Lookup(opened.namespace, keys[:4])))
+        return reserve(*args)
+
+    def looking_up(*args: Any) -> Any:
+        order.append("lookup")
+        return lookup(*args)
+
+    monkeypatch.setattr(rim.store, "reserve", reserving)
+    monkeypatch.setattr(rim.store, "lookup", looking_up)
+    await rim.say(flood, 3, wire.Reserve(opened.namespace, 4096, keys))
+    ((_, grants),) = await rim.hear(flood)
+    assert isinstance(grants, wire.Grants)
+    assert len(grants.grants) == len(keys)
+    assert order.index("lookup") <= 2
+    assert order.count("reserve") > 10
+    assert isinstance((await rim.hear(other))[0][1], wire.States)
+
+
+async def test_a_connection_with_many_stores_is_not_read_and_all_are_answered(
+    rim: Rim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ebbtide.connectors.turns.WAITING_MAX", 4)
+    loop = asyncio.get_running_loop()
+    paused = 0
+    take = connection_module.Connection._pieces
+
+    def counting(self: Any, ticket: int, message: wire.Message) -> Any:
+        nonlocal paused
+        paused += not self._reading
+        return take(self, ticket, message)
+
+    monkeypatch.setattr(connection_module.Connection, "_pieces", counting)
+    peer = await rim.greeted()
+    sent = [(ticket, wire.Abort((ticket,))) for ticket in range(1, 9000)]
+    sending = asyncio.create_task(
+        loop.sock_sendall(peer, b"".join(wire.encode(*each) for each in sent))
+    )
+    decoder, heard = wire.Decoder(), list[tuple[int, wire.Message]]()
+    while len(heard) < len(sent):
+        heard += decoder.feed(await asyncio.wait_for(loop.sock_recv(peer, 1 << 16), 5.0))
+    await sending
+    assert [ticket for ticket, _ in heard] == [ticket for ticket, _ in sent]
+    assert 0 < paused < len(sent)
+
+
+async def test_a_connection_that_ends_takes_half_a_reservation_back(
+    rim: Rim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1. A reservation is half done. 2. Its connection ends: nobody hears of it. 3. The engine
+    lives on in another connection, and nothing is left reserved.
+    """
+    peer, other = await rim.greeted(), await rim.greeted()
+    await rim.say(peer, 1, wire.OpenNamespace([["model", "m"]]))
+    ((_, opened),) = await rim.hear(peer)
+    assert isinstance(opened, wire.NamespaceOpened)
+    reserve = rim.store.reserve
+
+    def reserving(*args: Any) -> Any:
+        peer.close()
+        return reserve(*args)
+
+    monkeypatch.setattr(rim.store, "reserve", reserving)
+    keys = tuple(n.to_bytes(36, "big") for n in range(1000))
+    await rim.say(peer, 3, wire.Reserve(opened.namespace, 4096, keys))
+    await asyncio.sleep(0.05)
+    assert rim.store.memory.reserved_bytes == 0
+    await rim.say(other, 4, wire.Flush())
+    assert await rim.hear(other) == [(4, wire.Ok())]
 
 
 async def test_a_fault_in_a_callback_is_counted_and_the_loop_goes_on(rim: Rim) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ebbtide.testing import SimRuntime, StuckError
-from ebbtide.tiers.runtime import COMMIT, READ, VERIFY, WRITE, ThreadRuntime
+from ebbtide.tiers.runtime import COMMIT, DIGEST, POOL_THREADS, READ, VERIFY, WRITE, ThreadRuntime
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -106,6 +106,27 @@ def test_reads_do_not_wait_for_writes_that_hang() -> None:
         finish(runtime, lambda: len(ended) == 1)
         gate.set()
         finish(runtime, lambda: len(ended) == 2)
+
+
+def test_what_is_loaded_goes_before_what_is_stored() -> None:
+    """Both threads are busy with a batch of stores: they leave it after the item in hand."""
+    gate, order = threading.Event(), list[str]()
+    with closing(ThreadRuntime()) as runtime:
+
+        def store(number: int) -> None:
+            order.append("store")
+            gate.wait(30)
+
+        ended: list[object] = []
+        runtime.start(DIGEST, store, range(40), ended.append)
+        runtime.start(DIGEST, store, range(40), ended.append)
+        finish(runtime, lambda: len(order) == POOL_THREADS[VERIFY])
+        runtime.start(VERIFY, lambda number: order.append("load"), range(10), ended.append)
+        gate.set()
+        finish(runtime, lambda: len(ended) == 3)
+        assert order.count("store") == 80
+        # One that had just been taken may come between.
+        assert "load" not in order[16:]
 
 
 def test_closing_twice_is_no_error_and_leaves_no_thread() -> None:

@@ -10,7 +10,7 @@ from ebbtide.testing import RecordingSink, SimStore
 from ebbtide.testing.conformance import key_of
 from ebbtide.tiers.ghosts import Ghosts
 from ebbtide.tiers.reasons import Miss, Place, label
-from ebbtide.tiers.runtime import COMMIT, VERIFY, WRITE
+from ebbtide.tiers.runtime import COMMIT, DIGEST, WRITE
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -147,14 +147,14 @@ def test_p42_a_record_is_not_readable_until_its_digest_is_taken(sim: SimStore) -
     space = sim.namespace()
     grants, _ = sim.store.reserve(ONE, space, keys_of(1), PAGE)
     replies: list[bytes] = []
-    sim.runtime.hold(VERIFY)
+    sim.runtime.hold(DIGEST)
     sim.store.commit(ONE, [grants[0].sequence], replies.append)
     sim.runtime.settle()
     assert sim.store.lookup(space, keys_of(1)) == bytes([Place.PENDING])
     sink = RecordingSink(1)
     sim.store.load(TWO, space, keys_of(1), sink)
     assert sink.failures == {0: Miss.BUSY}
-    sim.runtime.let_go(VERIFY)
+    sim.runtime.let_go(DIGEST)
     sim.runtime.settle()
     assert replies == [bytes(1)]
     assert sim.store.lookup(space, keys_of(1)) == bytes([Place.MEMORY])

@@ -10,7 +10,7 @@ from ebbtide.testing import RecordingSink, SimStore
 from ebbtide.testing.conformance import key_of
 from ebbtide.tiers import disk as disk_module
 from ebbtide.tiers.reasons import Miss, Place
-from ebbtide.tiers.runtime import VERIFY
+from ebbtide.tiers.runtime import DIGEST, VERIFY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,12 +39,14 @@ def test_a_reset_with_work_in_flight_publishes_none_of_it(tiered: SimStore) -> N
     tiered.put(space, keys_of(1, 2), PAGE)
     held, _ = tiered.store.reserve(ONE, space, keys_of(3, 4), PAGE)
     tiered.runtime.hold(VERIFY)
+    tiered.runtime.hold(DIGEST)
     replies: list[bytes] = []
     tiered.store.commit(ONE, [held[0].sequence], replies.append)
     sink = RecordingSink(2)
     tiered.store.load(ONE, space, keys_of(1, 2), sink)
     answers = reset(tiered, space)
     tiered.runtime.let_go(VERIFY)
+    tiered.runtime.let_go(DIGEST)
     tiered.runtime.run_until(lambda: bool(answers and replies and sink.is_over))
     assert answers == [True]
     assert replies == [bytes([Miss.RESET])]

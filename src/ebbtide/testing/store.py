@@ -15,6 +15,8 @@ from ebbtide.tiers.bounds import Bounds
 from ebbtide.tiers.directory import INDEX_BYTES_MIN, SMALL_FILES_BYTES
 from ebbtide.tiers.namespace import Descriptor
 from ebbtide.tiers.opening import OpenDisk
+from ebbtide.tiers.quotas import Quotas, Rule
+from ebbtide.tiers.shares import NO_QUOTA, Quota
 from ebbtide.tiers.store import Store
 
 if TYPE_CHECKING:
@@ -74,9 +76,14 @@ class SimStore:
         commit_batch_bytes: int | None = None,
         bounds: Bounds | None = None,
         reopens: bool = False,
+        fairness: tuple[Quota, Sequence[Rule]] = (NO_QUOTA, ()),
     ) -> None:
-        """`reopens`: a tier that is down comes back by itself, and a drive that hangs goes down."""
+        """`fairness`: the default quota of a namespace, and rules (`tiers.quotas`).
+
+        `reopens`: a tier that is down comes back by itself, and a drive that hangs goes down.
+        """
         self.reopens = reopens
+        self.fairness = fairness
         self.random = Random(seed)
         self.memory_bytes = memory_bytes
         self.disk_path = disk_path
@@ -168,7 +175,7 @@ class SimStore:
             todo = keys[len(codes) :]
             grants, reason = self.store.reserve(engine, namespace, todo, length)
             if not grants and reason is not None:
-                self.runtime.run_until(lambda: self.could_reserve(length))
+                self.runtime.run_until(lambda: self.could_reserve(length, namespace))
             codes += self.fill(namespace, todo, grants, length, engine)
         return bytes(codes)
 
@@ -190,9 +197,10 @@ class SimStore:
         answers = iter(replies[0])
         return bytes(next(answers) if sequence else 0 for _, sequence in grants)
 
-    def could_reserve(self, length: int) -> bool:
-        """A try with a key of its own, taken back at once."""
-        namespace = self.namespace("probe")
+    def could_reserve(self, length: int, sake: Namespace) -> bool:
+        """A try with a key of its own, taken back at once; where there are quotas within `sake`."""
+        quoted = self.fairness != (NO_QUOTA, ())
+        namespace = sake if quoted else self.namespace("probe")
         grants, _ = self.store.reserve(b"probe", namespace, [b"probe" * 8], length)
         self.store.abort(b"probe", [grant.sequence for grant in grants])
         return bool(grants)
@@ -221,6 +229,7 @@ class SimStore:
         self.slab: FaultSlab | None = None
         self.health: DiskHealth | None
         self.open_disk: OpenDisk | None = None
+        quotas = Quotas(*self.fairness)
         if self.disk_path is not None:
             self.open_disk = OpenDisk(
                 self.runtime,
@@ -228,6 +237,7 @@ class SimStore:
                 disk_bytes_for(self.slab_bytes),
                 commit_batch_bytes=self.commit_batch_bytes,
                 records_max=self.records_max,
+                quotas=quotas,
                 wrap_slab=self._on_device,
                 probe_index=lambda path: True,  # a child at every power cut would take too long
             )
@@ -238,6 +248,7 @@ class SimStore:
             self.bounds,
             stored_namespaces=self.open_disk.namespaces if self.open_disk else (),
             admission=self.admission,
+            quotas=quotas,
         )
         self.health = None
         if self.reopens and self.open_disk is not None:

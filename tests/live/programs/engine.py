@@ -1,7 +1,7 @@
 """An engine's worker process in small: obeys one command per line, answers with one line.
 
-Usage: engine.py SOCKET ENGINE_ID_HEX. Its records have bytes that follow from their key, so that
-whoever loads one can tell whether each byte is the right one.
+Usage: engine.py SOCKET ENGINE_ID_HEX [MODEL]. Its records have bytes that follow from their key, so
+that whoever loads one can tell whether each byte is the right one.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def payload_of(key: bytes) -> bytes:
 class Worker:
     """One process of an engine. Every method but `__init__` is a command."""
 
-    def __init__(self, socket_path: str, engine: bytes) -> None:
+    def __init__(self, socket_path: str, engine: bytes, model: str = "m") -> None:
         self.client = SocketClient(socket_path, engine, "worker", arena=True)
-        opened = ask(self.client, wire.OpenNamespace([["model", "m"]]))
+        opened = ask(self.client, wire.OpenNamespace([["model", model]]))
         assert isinstance(opened, wire.NamespaceOpened)
         self.namespace = opened.namespace
         self.slots: dict[bytes, tuple[int, int]] = {}
@@ -129,7 +129,7 @@ class Worker:
 
 def main() -> None:
     """Obey until standard input ends."""
-    worker = Worker(sys.argv[1], bytes.fromhex(sys.argv[2]))
+    worker = Worker(sys.argv[1], bytes.fromhex(sys.argv[2]), *sys.argv[3:])
     print("ready", flush=True)  # noqa: T201
     for line in sys.stdin:
         command, *numbers = line.split()
