@@ -458,14 +458,6 @@ class DiskTier:
         for put in waiting:
             put.done(Miss.IO_ERROR)
 
-    def go_on_counting(self, before: DiskTier) -> None:
-        """The counts of the tier in whose place this one comes: a counter never falls."""
-        self.corrupt += before.corrupt
-        self.evicted += before.evicted
-        self.lost_batches += before.lost_batches
-        self.write_bytes += before.write_bytes
-        self.read_bytes += before.read_bytes
-
     def waiting_since(self) -> float | None:
         """Since when (runtime seconds) the drive owes the oldest answer; None: it owes nothing."""
         oldest = next(iter(self._started.values()), None)

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 NOT_WRITTEN = (Miss.NOT_ADMITTED, Miss.OVER_QUOTA)  # why the disk tier may have refused a record
 
 
+DISK_COUNTS = ("write_bytes", "read_bytes", "corrupt", "evicted", "lost_batches")
+
+
 class Event(NamedTuple):
     """Something that became true of a key. `kind` is "stored", "evicted", "lost" or "reset"."""
 
@@ -76,6 +79,7 @@ class Store:
         self.tallies = Tallies()
         self.ghosts = Ghosts(bounds.ghost_entries, self.tallies)
         self.counts: Counter[str] = Counter()
+        self._disk_before: Counter[str] = Counter()  # of tiers in whose place another one is
         self.events: deque[Event] = deque(maxlen=bounds.event_entries)
         self.event_sequence = 0
         self.namespaces = Namespaces(stored_namespaces, bounds.namespaces_max)
@@ -305,16 +309,16 @@ class Store:
                 "used_bytes": disk.space.used_bytes,
                 "payload_bytes": disk.space.payload_bytes,
                 "records": disk.records,
-                "write_bytes": disk.write_bytes,
-                "read_bytes": disk.read_bytes,
-                "corrupt": disk.corrupt,
+                **{name: self.disk_count(name) for name in DISK_COUNTS},
                 "quarantined_bytes": disk.quarantined_bytes,
-                "evicted": disk.evicted,
-                "lost_batches": disk.lost_batches,
                 "down": disk.down or "",
                 "demoted_bytes": self.mover.moved_bytes,
             }
         return report
+
+    def disk_count(self, name: str) -> int:
+        """One of `DISK_COUNTS` since the store was opened: a tier that comes back goes on."""
+        return self._disk_before[name] + (getattr(self.disk, name) if self.disk is not None else 0)
 
     @property
     def loads(self) -> int:
@@ -406,7 +410,8 @@ class Store:
         """
         assert self.mover is not None
         assert self.disk is not None
-        disk.go_on_counting(self.disk)
+        for name in DISK_COUNTS:
+            self._disk_before[name] += getattr(self.disk, name)
         self.counts["disk_reopened"] += 1
         self.disk = disk
         self._listen(disk)

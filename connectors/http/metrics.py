@@ -78,6 +78,15 @@ def _disk(read: Callable[[Any], float]) -> Callable[[StoreServer], Any]:
     return found
 
 
+def _counted(memory: str, disk: str) -> Callable[[StoreServer], Any]:
+    def read(server: StoreServer) -> Iterator[tuple[tuple[str, ...], float]]:
+        yield ("memory",), server.store.counts[memory]
+        if server.store.disk is not None:
+            yield ("disk",), server.store.disk_count(disk)
+
+    return read
+
+
 def _edges(server: StoreServer) -> Iterator[tuple[tuple[str, ...], float]]:
     store = server.store
     yield ("device_to_memory",), store.counts["stored_bytes"]
@@ -97,14 +106,14 @@ METRICS = (
     Metric("records_promoted", C, (), "Records that were read from disk into memory.",
            _count("promoted")),
     Metric("records_evicted", C, ("tier",), "Records that made room for others.",
-           _tiers(lambda s: s.store.counts["memory_evicted"], lambda disk: disk.evicted)),
+           _counted("memory_evicted", "evicted")),
     Metric("records_missed", C, ("reason",),
            "Records that were computed and came to be stored, by why they were not held.",
            _tally("misses")),
     Metric("records_dropped", C, ("reason",),
            "Records that left the store or were not let in, by why.", _tally("drops")),
     Metric("records_corrupt", C, ("tier",), "Records whose bytes did not match their digest.",
-           _tiers(lambda s: s.store.counts["memory_corrupt"], lambda disk: disk.corrupt)),
+           _counted("memory_corrupt", "corrupt")),
     Metric("load_failures", C, ("reason",), "Records that a load did not bring, by why.",
            _tally("failed_loads")),
     Metric("moved_bytes", C, ("edge",),
@@ -116,7 +125,7 @@ METRICS = (
            _count("reclaimed_slots")),
     Metric("resets", C, (), "Namespaces that were reset.", _count("resets")),
     Metric("disk_lost_batches", C, (), "Commit batches of the disk tier that failed.",
-           _disk(lambda disk: disk.lost_batches)),
+           _one(lambda s: s.store.disk_count("lost_batches"))),
     Metric("disk_reopened", C, (), "Times that the disk tier came back into service.",
            _count("disk_reopened")),
     Metric("faults", C, (), "Faults of the store's own, each logged with its trace: a bug.",
