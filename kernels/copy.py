@@ -28,6 +28,8 @@ STAGING_BYTES_MAX = 64 << 20
 
 ELEMENTS = (torch.complex128, torch.int64, torch.int32, torch.int16, torch.uint8)
 """Element types by width. They only carry bits: nothing is computed with them."""
+_WIDEST = ELEMENTS[0].itemsize
+_BY_LENGTH = {dtype.itemsize: dtype for dtype in ELEMENTS}
 
 
 class _Run(NamedTuple):
@@ -196,7 +198,7 @@ def _move(
 
 def _element(common: int) -> torch.dtype:
     """The widest element whose length divides `common`: indexed copies go element by element."""
-    return next(dtype for dtype in ELEMENTS if common % dtype.itemsize == 0)
+    return _BY_LENGTH[math.gcd(common, _WIDEST)]
 
 
 def _runs(

@@ -69,6 +69,7 @@ def stream_copies(layouts: Mapping[int, PagedLayout], wanted: str) -> StreamCopi
     try:
         device = Device(Driver(), ordinal, compute_stream)
         device.driver.use(ordinal)
+        torch.cuda.synchronize(where)  # what still writes the blocks, such as zeros of their maker
         choices = {
             group: choose_method(wanted, device.driver, FragmentTable.of(layout))
             for group, layout in layouts.items()
@@ -257,6 +258,12 @@ class _Lane:
         if device is None or queued.ready is None:
             self._owner._move(queued.job)
             return
+        try:
+            self._copy_on_stream(queued, device, queued.ready)
+        finally:
+            queued.ready.close()
+
+    def _copy_on_stream(self, queued: _Queued, device: Device, ready: Event) -> None:
         from ebbtide.kernels.methods import current_stream
         from ebbtide.kernels.streams import Stream
 
@@ -266,7 +273,7 @@ class _Lane:
         table.check_current()
         stream = self._stream = self._stream or Stream(device.driver)
         try:
-            stream.wait(queued.ready)
+            stream.wait(ready)
             with current_stream(table, stream.handle):
                 method = self._method(job.group, table, registered=registration is not None)
                 move = method.scatter if job.to_device else method.gather
@@ -280,7 +287,6 @@ class _Lane:
         finally:
             # Also after a fault: what was queued before it may still touch blocks and slots.
             stream.synchronize()
-            queued.ready.close()
 
     def _method(self, group: int, table: FragmentTable, *, registered: bool) -> Method:
         from ebbtide.kernels.choice import ENGINE, TORCH

@@ -322,6 +322,8 @@ def test_a_device_is_found_and_its_method_chosen(
     driver = stand_in.driver()
     compute = Stream(driver)
     monkeypatch.setattr("ebbtide.kernels.driver.Driver", lambda: driver)
+    waited: list[object] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(
         torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=compute.handle)
@@ -329,6 +331,7 @@ def test_a_device_is_found_and_its_method_chosen(
     pages = make_pages(FORMS["mla"], SHAPE, torch.float16)
     layout = PagedLayout.from_tensors(pages.tensors, block_dim=0)
     copies = stream_copies({3: layout}, "engine")
+    assert waited == [layout.device]
     before = stand_in.copies
     copies.submit("down", 3, [5], [0], to_device=False, arena=arena)
     copies.settle_stores()
