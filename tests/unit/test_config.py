@@ -232,7 +232,6 @@ def test_units_are_in_the_names_of_all_fields_that_have_one() -> None:
         "http.token_file",
         "fairness.floor",
         "fairness.cap",
-        "fairness.namespace",
         "connector.stores",
         "connector.prompt_only",
         "connector.copy",
