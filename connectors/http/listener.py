@@ -1,8 +1,8 @@
 """uvicorn on the store's own loop.
 
-Not in a thread: a second busy Python thread makes the control thread wait for the GIL, up to 5 ms
-at a time, while a scrape on the loop costs what it costs and no more (`docs/operations.md` has the
-measurement).
+Not in a thread: the store's state changes on its control thread without a lock, so a thread would
+have to come here for every number anyway. Nor would one be faster: lookups beside scrapes took the
+same either way (`docs/operations.md`).
 """
 
 from __future__ import annotations
@@ -78,6 +78,9 @@ class HttpListener:
                 port=http.port,
                 reason=error.strerror,
             ) from error
+        # Connections inherit it. asyncio sets it only on sockets that name their protocol, and
+        # without it an answer's second packet waits 40 ms for the first one's acknowledgement.
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         name: tuple[Any, ...] = self._socket.getsockname()
         self.url = f"http://[{name[0]}]:{name[1]}" if ":" in host else f"http://{host}:{name[1]}"
         self._server: _Server | None = None

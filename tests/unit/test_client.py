@@ -361,3 +361,24 @@ def test_no_descriptor_of_a_client_is_inherited(store: FakeStore, arena: Arena) 
     for fd in (client.arena.fd, client._socket.fileno()):
         assert fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
     client.close()
+
+
+def test_why_a_store_turns_a_client_away_is_heard_also_when_it_was_faster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have spoken and closed before the greeting goes out: the send then fails first."""
+    path, send = str(tmp_path / "s"), SocketClient._send
+    failure = wire.Failure("AccessDeniedError", "The store does not serve this user")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+
+        def send_late(client: SocketClient, frame: bytes) -> None:
+            peer, _ = listener.accept()
+            with peer:
+                peer.sendall(wire.encode(0, failure))
+            send(client, frame)
+
+        monkeypatch.setattr(SocketClient, "_send", send_late)
+        with pytest.raises(TierUnavailableError, match="does not serve this user"):
+            SocketClient(path, bytes(16), "worker", arena=False)
