@@ -17,7 +17,7 @@ from ebbtide.errors import MisuseError
 from ebbtide.kernels.arena_records import check_records
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -174,26 +174,46 @@ def _move(
         count = len(run.block_ids)
         places = math.gcd(run.offset, run.record_stride, flat.numel())
         index = None if run.step else torch.from_numpy(run.block_ids).to(layout.device)
-        for number, row in enumerate(layout.rows):
-            element = _element(math.gcd(places, row.record_offset, row.alignment))
+        for number, rows in enumerate(layout.groups):
+            first = rows[0]
+            alignments = (row.alignment for row in rows)
+            element = _element(math.gcd(places, first.record_offset, *alignments))
             size = element.itemsize
-            length = row.length // size
+            length = first.length // size
             if element not in wide:
                 wide[element] = flat.view(element)
+            # One view for all rows of the group: each of them costs as much as a small copy.
             records = wide[element].as_strided(
-                (count, row.count, length),
-                (run.record_stride // size, length, 1),
-                (run.offset + row.record_offset) // size,
+                (len(rows), count, first.count, length),
+                (first.count * length, run.record_stride // size, length, 1),
+                (run.offset + first.record_offset) // size,
             )
-            blocks = layout.blocks_of(number, element)
-            if index is None:
-                first, step = int(run.block_ids[0]), run.step
-                chosen = blocks[first : first + (count - 1) * step + 1 : step]
-                (chosen if to_blocks else records).copy_(records if to_blocks else chosen)
-            elif to_blocks:
-                blocks.index_copy_(0, index, records)
+            pairs = zip(layout.blocks_of(number, element), records.unbind(0), strict=True)
+            _move_rows(run, index, pairs, to_blocks=to_blocks)
+
+
+def _move_rows(
+    run: _Run,
+    index: torch.Tensor | None,
+    pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    *,
+    to_blocks: bool,
+) -> None:
+    """Rows of all blocks and of the run's records; `index` None: the blocks ascend evenly."""
+    if index is None:
+        start = int(run.block_ids[0])
+        chosen = slice(start, int(run.block_ids[-1]) + 1, run.step)
+        for blocks, records in pairs:
+            if to_blocks:
+                blocks[chosen].copy_(records)
             else:
-                torch.index_select(blocks, 0, index, out=records)
+                records.copy_(blocks[chosen])
+    elif to_blocks:
+        for blocks, records in pairs:
+            blocks.index_copy_(0, index, records)
+    else:
+        for blocks, records in pairs:
+            torch.index_select(blocks, 0, index, out=records)
 
 
 def _element(common: int) -> torch.dtype:

@@ -162,23 +162,32 @@ class PagedLayout:
         return tuple(rows)
 
     @cached_property
-    def _views(self) -> dict[tuple[int, torch.dtype], torch.Tensor]:
+    def _views(self) -> dict[tuple[int, torch.dtype], tuple[torch.Tensor, ...]]:
         return {}
 
-    def blocks_of(self, number: int, element: torch.dtype) -> torch.Tensor:
-        """Row `number` of all blocks, [num_blocks, count, length]: a view with elements of another
-        type, whose length divides the row's alignment. Made once.
+    @cached_property
+    def groups(self) -> tuple[tuple[FragmentRow, ...], ...]:
+        """Neighbouring rows of one form: in the record they lie at equal distances."""
+        same_form = itertools.groupby(self.rows, key=lambda row: (row.count, row.length))
+        return tuple(tuple(rows) for _, rows in same_form)
+
+    def blocks_of(self, number: int, element: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """Per row of a group all blocks, [num_blocks, count, length]: views with elements of
+        another type, whose length divides the rows' alignments. Made once.
         """
-        view = self._views.get((number, element))
-        if view is None:
-            row, size = self.rows[number], element.itemsize
-            view = self._views[number, element] = torch.as_strided(
-                self.storages[row.tensor].view(element),
-                (self.num_blocks, row.count, row.length // size),
-                (row.block_stride // size, row.spacing // size, 1),
-                row.base // size,
+        views = self._views.get((number, element))
+        if views is None:
+            size = element.itemsize
+            views = self._views[number, element] = tuple(
+                torch.as_strided(
+                    self.storages[row.tensor].view(element),
+                    (self.num_blocks, row.count, row.length // size),
+                    (row.block_stride // size, row.spacing // size, 1),
+                    row.base // size,
+                )
+                for row in self.groups[number]
             )
-        return view
+        return views
 
     def describe(self) -> dict[str, object]:
         """What decides the meaning of a record's bytes, as JSON-able values.
