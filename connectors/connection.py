@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ebbtide.connectors import protocol as wire
 from ebbtide.connectors.endpoint import peer_process
-from ebbtide.connectors.session import Session, failure_of
+from ebbtide.connectors.session import Session, check_request, failure_of
 from ebbtide.errors import ProtocolError
 from ebbtide.tiers.supervisor import supervised
 
@@ -59,6 +59,7 @@ class Connection:
         self._loop.remove_writer(self._peer)
         self._peer.close()
         self._outbox.clear()
+        self._decoder.forget()
         self._lane.close()
         if self.session is not None:
             self.session.disconnected()
@@ -96,6 +97,7 @@ class Connection:
             if self.session is None:
                 self._greet(message)
             elif self._lane.takes(message):
+                check_request(ticket, message)  # now: by its turn the peer may have gone
                 self._lane.put(ticket, message)
             else:
                 self.session.handle(ticket, message)

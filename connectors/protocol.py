@@ -145,6 +145,10 @@ class Decoder:
         """How much of an incomplete frame has arrived."""
         return len(self._buffer)
 
+    def forget(self) -> None:
+        """Let go of what has arrived: the stream is over."""
+        self._buffer = bytearray()
+
     def feed(self, data: bytes | memoryview) -> list[tuple[int, Message]]:
         """Every message that is complete now. Raises ProtocolError; the stream is over then."""
         self._buffer += data

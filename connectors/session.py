@@ -69,8 +69,7 @@ class Session:
 
     def pieces(self, ticket: int, message: wire.Message) -> Generator[None, None, None]:
         """Act on one message, in pieces of about a millisecond. A half-done one can be closed."""
-        if message.answered and not ticket:
-            raise ProtocolError("A request needs a ticket for its answer", kind=message.kind)
+        check_request(ticket, message)
         try:
             if isinstance(message, wire.Reserve):
                 yield from self._reserve(ticket, message)
@@ -145,7 +144,7 @@ class Session:
             case wire.UnpinRecords():
                 store.care.keeps.let_go(message.namespace, message.keys, self._report_to(ticket))
             case _:
-                raise ProtocolError("A client may not send this kind", kind=message.kind)
+                raise AssertionError(message)  # `check_request` lets no other kind in
 
     def _namespace(self, handle: int) -> Namespace:
         namespace = self.store.namespace(handle)
@@ -251,6 +250,16 @@ class Session:
 def _pieces(items: tuple[T, ...]) -> list[tuple[T, ...]]:
     """At least one, which may be empty."""
     return [items[at : at + PIECE] for at in range(0, len(items) or 1, PIECE)]
+
+
+def check_request(ticket: int, message: wire.Message) -> None:
+    """Raise ProtocolError for what no client may send in a session, and for a request whose answer
+    nobody could tell from another.
+    """
+    if isinstance(message, wire.Hello) or not isinstance(message, wire.REQUESTS):
+        raise ProtocolError("A client may not send this kind", kind=message.kind)
+    if message.answered and not ticket:
+        raise ProtocolError("A request needs a ticket for its answer", kind=message.kind)
 
 
 def failure_of(error: EbbtideError) -> wire.Failure:
