@@ -26,8 +26,12 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.live
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "python.md"
-EXAMPLES = re.findall(r"^```python\n(.*?)^```", DOCUMENT.read_text(), re.M | re.S)
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = [
+    example
+    for document in ("docs/python.md", "README.md")
+    for example in re.findall(r"^```python\n(.*?)^```", (ROOT / document).read_text(), re.M | re.S)
+]
 PAGE = 4096
 
 
@@ -42,11 +46,11 @@ def bytes_in_use(house: House, name: str) -> int:
     return found
 
 
-@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("number", range(3))
 def test_the_lines_of_the_document_run_as_they_stand_and_without_torch(
     house: House, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert len(EXAMPLES) == 2
+    assert len(EXAMPLES) == 3
     assert len([line for line in EXAMPLES[number].splitlines() if line]) <= 10
     house.start()
     monkeypatch.setenv("EBBTIDE_SOCKET", house.socket)
