@@ -183,12 +183,13 @@ async def test_a_connection_with_many_stores_is_not_read_and_all_are_answered(
 ) -> None:
     monkeypatch.setattr("ebbtide.connectors.turns.WAITING_MAX", 4)
     loop = asyncio.get_running_loop()
-    paused = 0
+    paused = most = 0
     take = server_module._Connection._pieces
 
     def counting(self: Any, ticket: int, message: wire.Message) -> Any:
-        nonlocal paused
+        nonlocal paused, most
         paused += not self._reading
+        most = max(most, len(self._lane._waiting))
         return take(self, ticket, message)
 
     monkeypatch.setattr(server_module._Connection, "_pieces", counting)
@@ -203,6 +204,7 @@ async def test_a_connection_with_many_stores_is_not_read_and_all_are_answered(
     await sending
     assert [ticket for ticket, _ in heard] == [ticket for ticket, _ in sent]
     assert 0 < paused < len(sent)
+    assert most <= 4 + server_module.RECEIVE_BYTES // len(wire.encode(1, wire.Abort((1,))))
 
 
 async def test_a_connection_that_ends_takes_half_a_reservation_back(
