@@ -7,7 +7,7 @@ eviction. Control thread only; every call is O(1) but for evictions that drain a
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -72,7 +72,7 @@ class MemoryTier:
         self.dirty: dict[MemoryRecord, float] = {}  # since when (runtime seconds), oldest first
         self.dirty_bytes = 0
         self.reserved_bytes = 0  # strides of RESERVED slots, also discarded ones still written
-        self.reserved_of: Counter[int] = Counter()  # the same by epoch
+        self.reserved_of: dict[int, int] = defaultdict(int)  # the same by epoch
         self.pinned_bytes = 0  # strides of pinned slots
         self.records = 0
         self.payload_of: Counter[int] = Counter()  # bytes of the records by epoch
@@ -185,8 +185,8 @@ class MemoryTier:
     def _reserved(self, record: MemoryRecord, more_bytes: int) -> None:
         self.reserved_bytes += more_bytes
         self.reserved_of[record.epoch] += more_bytes
-        if not self.reserved_of[record.epoch]:
-            del self.reserved_of[record.epoch]
+        if record.epoch not in self._index and not self.reserved_of[record.epoch]:
+            del self.reserved_of[record.epoch]  # of a life that has ended
 
     def check_integrity(self) -> None:
         """Raise MisuseError when slots, pins or counters contradict each other. O(slots)."""

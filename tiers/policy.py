@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -168,10 +168,11 @@ class LRU:
         return self._length
 
     def coldest_first(self, orders: Iterable[int] | None = None) -> Iterator[int]:
-        wanted = self._heads if orders is None else orders
-        heads = [self._heads[order] for order in wanted if order in self._heads]
+        heads: Collection[int] = self._heads.values()
+        if orders is not None:
+            heads = [self._heads[order] for order in orders if order in self._heads]
         if len(heads) == 1:
-            return self._from(heads[0])
+            return self._from(next(iter(heads)))
         return heapq.merge(*map(self._from, heads), key=self._stamp.__getitem__)
 
     def stamp(self, slot: int) -> int:

@@ -273,7 +273,7 @@ class SegmentSpace(Generic[Owner]):
         drained = self._coldest_segment(stride, colder_than, evictable, sake)
         if drained is None and own is None and not strict and not self._has_slot(slot_class, sake):
             if slot_class is not None:
-                own = self._coldest(slot_class, evictable, list(slot_class.policy.orders()))
+                own = self._coldest(slot_class, evictable, None)
             if own is None:
                 drained = self._coldest_segment(stride, colder_than, evictable, None)
         if drained is not None:
@@ -453,6 +453,8 @@ class SegmentSpace(Generic[Owner]):
         self, slot_class: SlotClass, evictable: Callable[[Owner], bool] | None, sake: int
     ) -> int | None:
         """Whoever is over its cap goes first."""
+        if self.shares.is_common:
+            return self._coldest(slot_class, evictable, None)
         over = self.shares.over_cap()
         slot = self._coldest(slot_class, evictable, over) if over else None
         return (
@@ -465,9 +467,9 @@ class SegmentSpace(Generic[Owner]):
     def _coldest(
         slot_class: SlotClass,
         evictable: Callable[[Owner], bool] | None,
-        orders: Collection[int],
+        orders: Collection[int] | None,
     ) -> int | None:
-        """Its slot."""
+        """Its slot. `orders` None: of whichever."""
         coldest_first = slot_class.policy.coldest_first(orders)
         if evictable is None:
             return next(coldest_first, None)

@@ -57,6 +57,11 @@ class Shares:
             self._capped.discard(epoch)
             self._forget(epoch)
 
+    @property
+    def is_common(self) -> bool:
+        """Nobody has a quota: there is one order of eviction."""
+        return not self._quotas
+
     def quota(self, epoch: int) -> Quota:
         """What applies to the epoch now."""
         return self._quotas.get(epoch, NO_QUOTA)

@@ -532,11 +532,8 @@ class Store:
         A namespace at its cap evicts its own coldest first.
         """
         space, epoch = self.memory.space, namespace.epoch
-        while space.shares.excess(epoch, space.stride(length)) > 0:
-            coldest = space.coldest_of((epoch,), self._evictable)
-            if coldest is None:
-                return None
-            self._evict(coldest, epoch, Miss.OVER_QUOTA)
+        if not (space.shares.is_common or self._make_room_below_cap(epoch, length)):
+            return None
         self._sequence += 1
         record = MemoryRecord(namespace, key, self._sequence, state)
         while not self.memory.place(record, length):
@@ -546,6 +543,17 @@ class Store:
             for victim in victims:
                 self._evict(victim, epoch)
         return record
+
+    def _make_room_below_cap(self, epoch: int, length: int) -> bool:
+        """False: not enough of the namespace's own records may go now."""
+        space = self.memory.space
+        stride = space.stride(length)
+        while space.shares.excess(epoch, stride) > 0:
+            coldest = space.coldest_of((epoch,), self._evictable)
+            if coldest is None:
+                return False
+            self._evict(coldest, epoch, Miss.OVER_QUOTA)
+        return True
 
     def published(self, record: MemoryRecord, digest: bytes) -> None:
         """A reserved record is whole and named; its writer's pin ends."""

@@ -78,6 +78,9 @@ def test_rates_count_both_ways() -> None:
     assert daemon_bench._rate(answer) == pytest.approx(2 * MIB / 1e6)
 
 
-def test_nothing_done_is_invalid_and_not_a_division_by_zero() -> None:
-    case = daemon_bench._case("x", MIB, "MB/s", [0.0], [1.0], higher_is_better=True, valid=True)
+@pytest.mark.parametrize("higher_is_better", [True, False])
+def test_nothing_done_is_invalid_and_not_a_division_by_zero(higher_is_better: bool) -> None:
+    case = daemon_bench._case(
+        "x", MIB, "MB/s", [0.0], [1.0], higher_is_better=higher_is_better, valid=True
+    )
     assert (case.verdict, case.exercised) == ("INVALID", False)

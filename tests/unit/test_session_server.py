@@ -16,7 +16,7 @@ from ebbtide.connectors import connection as connection_module
 from ebbtide.connectors import endpoint as endpoint_module
 from ebbtide.connectors import protocol as wire
 from ebbtide.connectors.endpoint import Endpoint, answers, has_exited, peer_process
-from ebbtide.connectors.server import AsyncioRuntime, StoreServer
+from ebbtide.connectors.server import RECEIVE_BYTES, AsyncioRuntime, StoreServer
 from ebbtide.errors import ConfigError
 from ebbtide.tiers.arena import Arena
 from ebbtide.tiers.bounds import Bounds
@@ -183,12 +183,13 @@ async def test_a_connection_with_many_stores_is_not_read_and_all_are_answered(
 ) -> None:
     monkeypatch.setattr("ebbtide.connectors.turns.WAITING_MAX", 4)
     loop = asyncio.get_running_loop()
-    paused = 0
+    paused = most = 0
     take = connection_module.Connection._pieces
 
     def counting(self: Any, ticket: int, message: wire.Message) -> Any:
-        nonlocal paused
+        nonlocal paused, most
         paused += not self._reading
+        most = max(most, len(self._lane._waiting))
         return take(self, ticket, message)
 
     monkeypatch.setattr(connection_module.Connection, "_pieces", counting)
@@ -203,6 +204,7 @@ async def test_a_connection_with_many_stores_is_not_read_and_all_are_answered(
     await sending
     assert [ticket for ticket, _ in heard] == [ticket for ticket, _ in sent]
     assert 0 < paused < len(sent)
+    assert most <= 4 + RECEIVE_BYTES // len(wire.encode(1, wire.Abort((1,))))
 
 
 async def test_a_connection_that_ends_takes_half_a_reservation_back(

@@ -362,6 +362,49 @@ def test_engines_that_wait_for_slots_take_turns(tmp_path: Path) -> None:
         assert sum(len(sink.granted) for sink in many) == freed - min(6, freed // 2)
 
 
+def test_a_load_that_waits_for_a_large_slot_is_not_overtaken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only who waits below its own cap is passed over: small loads could starve it for ever."""
+    slots = 16
+    monkeypatch.setattr("ebbtide.tiers.segments.SEGMENT_BYTES_MIN", slots * PAGE)
+    bounds = Bounds.for_capacity(slots * PAGE, write_after_s=0.0)
+    with SimStore(
+        3,
+        slots * PAGE,  # one segment, so slots of one size at a time
+        disk_path=str(tmp_path / "d"),
+        slab_bytes=64 * PAGE,
+        bounds=replace(bounds, load_window_bytes=slots * PAGE),
+    ) as sim:
+        small, large = sim.namespace("small"), sim.namespace("large")
+        sim.put(large, keys_of(1), 2 * PAGE)
+        assert sim.drain()
+        sim.put(small, keys_of(*range(slots + 1)), PAGE)
+        assert sim.drain()
+        holders = []
+        for numbers in (range(1, 9), range(9, slots + 1)):
+            sink = RecordingSink(8)
+            holders.append((sink, sim.store.load(b"holder", small, keys_of(*numbers), sink)))
+        sim.runtime.run_until(lambda: all(len(sink.granted) == 8 for sink, _ in holders))
+        first, second = RecordingSink(1), RecordingSink(1)
+        sim.store.load(b"one", large, keys_of(1), first)
+        sim.store.load(b"two", small, keys_of(0), second)
+
+        def let_go(number: int) -> None:
+            sink, load = holders[number]
+            for batch in list(sink.open_batches):
+                sink.acked(batch)
+                load.ack(batch)
+
+        let_go(0)
+        sim.runtime.settle()
+        assert not (first.granted)
+        assert not (first.failures)
+        assert not second.granted
+        let_go(1)
+        sim.runtime.run_until(lambda: bool(first.granted))
+
+
 def test_a_load_too_large_for_its_cap_fails_at_once(tmp_path: Path) -> None:
     with small_disk(tmp_path) as sim:
         sim.put(sim.namespace("a"), keys_of(1), 3 * PAGE)

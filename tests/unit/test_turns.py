@@ -99,6 +99,25 @@ def test_the_end_of_a_connection_undoes_reservations_and_keeps_commits() -> None
     assert loop.told == ["a1.0", "b1.0", "a3.0", "b1.1", "a3.1", "b1.2", "a3.2"]
 
 
+def test_a_piece_that_ends_its_own_connection_is_the_last_one() -> None:
+    """As one whose answer is too much for a client that does not read."""
+    loop = Loop()
+
+    def begin(ticket: int, message: wire.Message) -> Pieces:
+        try:
+            lane.close()
+            yield
+            loop.told.append("more")
+        except GeneratorExit:
+            loop.undone.append("half")
+            raise
+
+    lane = loop.turns.lane(begin, lambda ticket, message: None)
+    lane.put(1, RESERVE)
+    loop.run(1)
+    assert (loop.told, loop.undone, len(loop.calls)) == ([], ["half"], 0)
+
+
 def test_a_bug_in_a_piece_is_told_and_the_next_message_is_dealt_with() -> None:
     loop = Loop()
     broken, whole = loop.lane("x", fails=True), loop.lane("w", 1)
