@@ -226,8 +226,8 @@ def _beside(house: House, pairs: int, seconds: float) -> list[Case]:
     stored = []
     for number in range(pairs):
         _say(f"loads beside a flood of stores, {number + 1} of {pairs}")
-        reader.do(Order("fill", count=KEPT))  # what the last flood has evicted
         for raw in (True, False) if number % 2 else (False, True):
+            reader.do(Order("fill", count=KEPT))  # what the last flood has evicted
             flooder.send(Order("flood", seconds))
             answer = reader.do(Order("raw_loads" if raw else "loads", seconds))
             (ceilings if raw else found).append(answer)

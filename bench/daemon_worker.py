@@ -131,8 +131,12 @@ class Worker:
             self._await(ticket, answer)
 
     def loads(self, order: Order, answer: Answer, until: float) -> None:
-        """One record after the other."""
+        """One record after the other, of some that nobody else's stores evict meanwhile."""
+        latest = range(self._next - KEPT, self._next)
+        keys = tuple(map(self._key, latest))
+        self._await(self._client.submit(wire.Pin(self._namespace, keys)), answer)
         self._timed(order, answer, until, lambda number: self._load((number,), answer))
+        self._await(self._client.submit(wire.Unpin(self._namespace, keys)), answer)
 
     def raw_loads(self, order: Order, answer: Answer, until: float) -> None:
         """The same bytes over a raw socket, and the same copy."""
