@@ -31,8 +31,8 @@ class StandIn:
     """A driver whose device memory is host memory and whose streams run when waited for."""
 
     def __init__(self, library: Path) -> None:
-        self.library = str(library)
-        self._library = ctypes.CDLL(self.library)
+        self.so_path = str(library)
+        self._loaded = ctypes.CDLL(self.so_path)
 
     def driver(
         self,
@@ -44,8 +44,8 @@ class StandIn:
     ) -> Driver:
         """A new driver with everything forgotten, in use in this thread."""
         arguments = [not batches, not supported, lockable_bytes, failing_copy]
-        self._library.stand_in_reset(*(ctypes.c_size_t(int(value)) for value in arguments))
-        driver = Driver(self.library)
+        self._loaded.stand_in_reset(*(ctypes.c_size_t(int(value)) for value in arguments))
+        driver = Driver(self.so_path)
         driver.use(0)
         return driver
 
@@ -53,13 +53,13 @@ class StandIn:
         """A counter by its name."""
         names = "batches copies bytes singles registered no_batch unsupported lockable fail_copy"
         out = (ctypes.c_size_t * 10)()
-        self._library.stand_in_state(out)
+        self._loaded.stand_in_state(out)
         return int(out[[*names.split(), "last_order"].index(name)])
 
     def attributes(self) -> tuple[int, ...]:
         """Size of `CUmemcpyAttributes` and where three of its fields lie, as C has it."""
         out = (ctypes.c_size_t * 4)()
-        self._library.stand_in_attributes(out)
+        self._loaded.stand_in_attributes(out)
         return tuple(out)
 
 
