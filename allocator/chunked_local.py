@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ebbtide.allocator.group_hashes import group_hashes
 from ebbtide.allocator.kv_group import KVGroup
 from ebbtide.errors import MisuseError
 
@@ -45,11 +46,7 @@ class ChunkedLocalGroup(KVGroup):
             raise MisuseError("chunked local attention and EAGLE exclude each other")
         size = self.block_size
         before = limit // self.chunk * self.chunk // size
-        columns: Columns = [[self.pool.null_block] * before for _ in members]
-        for name in hashes[(before + 1) * self.ratio - 1 : limit // size * self.ratio : self.ratio]:
-            blocks = self.served(members, name)
-            if blocks is None:
-                break
-            for column, block in zip(columns, blocks, strict=True):
-                column.append(block)
+        names = group_hashes(hashes, self.ratio)
+        unseen = [self.pool.null_block] * before
+        columns = [unseen + column for column in self.run(members, names[before : limit // size])]
         return columns, len(columns[0]) * size

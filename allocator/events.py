@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from ebbtide.allocator.extra_keys import block_extra_keys
+from ebbtide.allocator.group_hashes import group_hashes
 from ebbtide.allocator.hashing import event_hash, unpack_key
 from ebbtide.errors import MisuseError
 
@@ -177,22 +178,21 @@ class EventLog:
                 kept=list(kept),
             )
         fine = self._hashes_per_block(request, spec)
-        hashes = request.block_hashes
-        if end * fine > len(hashes):
+        names = group_hashes(request.block_hashes, fine)
+        if end > len(names):
             raise MisuseError(
                 "the request has no hash for a block that is said to be full",
                 block=end - 1,
                 block_size=spec.block_size,
-                hashes=len(hashes),
+                hashes=len(request.block_hashes),
             )
         extra_keys = _event_extra_keys(request, spec.block_size, start, end)
         self._add_stored(
             request,
             group,
             spec,
-            # A block is named by the last fine hash that lies in it.
-            hashes=[hashes[(block + 1) * fine - 1] for block in kept],
-            parent=hashes[start * fine - 1] if start else None,
+            hashes=[names[block] for block in kept],
+            parent=names[start - 1] if start else None,
             start_tokens=start * spec.block_size,
             end_tokens=end * spec.block_size,
             block_size=spec.block_size,

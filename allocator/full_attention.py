@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from ebbtide.allocator.group_hashes import group_hashes
 from ebbtide.allocator.kv_group import KVGroup
 
 if TYPE_CHECKING:
@@ -23,18 +24,8 @@ class FullAttentionGroup(KVGroup):
     ) -> tuple[Columns, int]:
         """See `KVGroup.find`: the unbroken run from the first block."""
         size, alignment = self.block_size, self.rules.alignment
-        names = hashes[self.ratio - 1 : limit // size * self.ratio : self.ratio]
-        columns: Columns
-        if len(members) == 1:
-            columns = [self.pool.cached_prefix(names, self.suffix)]
-        else:
-            columns = [[] for _ in members]
-            for name in names:
-                blocks = self.served(members, name)
-                if blocks is None:
-                    break
-                for column, block in zip(columns, blocks, strict=True):
-                    column.append(block)
+        names = group_hashes(hashes, self.ratio)
+        columns = self.run(members, names[: limit // size])
         tokens = len(columns[0]) * size
         if drop and tokens:
             tokens -= min(alignment, size)

@@ -248,7 +248,8 @@ class KVCacheManager:
     def remove_skipped_blocks(self, request: Request, num_tokens: int) -> None:
         """Give back the blocks that no step behind `num_tokens` computed tokens can see."""
         for group in self.groups:
-            group.trim(request.request_id, num_tokens)
+            if not group.sees_all:
+                group.trim(request.request_id, num_tokens)
 
     def free(self, request: Request) -> None:
         """Release a request's blocks, the end of its chain to be evicted first. O(blocks).
@@ -376,11 +377,7 @@ class KVCacheManager:
         return needed
 
     def _trim(self, request: Request, total: int) -> None:
-        computed = total - request.num_in_flight_tokens
-        if computed > 0:
-            for group in self.groups:
-                if not group.sees_all:
-                    group.trim(request.request_id, computed)
+        self.remove_skipped_blocks(request, total - request.num_in_flight_tokens)
 
     def _cache(self, request: Request, num_tokens: int) -> None:
         """Cache the blocks of every group that `num_tokens` computed tokens fill."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from ebbtide.allocator.group_hashes import group_hashes
 from ebbtide.allocator.hashing import GROUP_BYTES
 from ebbtide.errors import MisuseError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from ebbtide.allocator.block import Block
     from ebbtide.allocator.cache_rules import CacheRules
@@ -148,17 +149,17 @@ class KVGroup:
                 num_tokens=num_tokens,
                 blocks=len(table),
             )
-        hashes, ratio, size = request.block_hashes, self.ratio, self.block_size
+        names, size = group_hashes(request.block_hashes, self.ratio), self.block_size
         kept = self.kept(start, end, boundaries)
         if kept is None and not table[start].is_null:
-            names = hashes[(start + 1) * ratio - 1 : end * ratio : ratio]
-            self.pool.cache_run(table[start:end], names, self.suffix, (start + 1) * size, size)
+            run = names[start:end]
+            self.pool.cache_run(table[start:end], run, self.suffix, (start + 1) * size, size)
             kept = list(range(start, end))
         else:
             wanted = range(start, end) if kept is None else kept
             kept = [number for number in wanted if not table[number].is_null]
             for number in kept:
-                key = hashes[(number + 1) * ratio - 1] + self.suffix
+                key = names[number] + self.suffix
                 self.pool.cache(table[number], key, (number + 1) * size)
         self.num_cached[request_id] = end
         return kept
@@ -173,6 +174,19 @@ class KVGroup:
         """Forget a request without releasing its blocks, which the caller does: its table."""
         self.num_cached.pop(request_id, None)
         return self.tables.pop(request_id, [])
+
+    def run(self, members: Sequence[KVGroup], names: Iterable[bytes]) -> Columns:
+        """Per group the blocks that serve the leading names, up to the first that one lacks."""
+        if len(members) == 1:
+            return [self.pool.cached_prefix(names, self.suffix)]
+        columns: Columns = [[] for _ in members]
+        for name in names:
+            blocks = self.served(members, name)
+            if blocks is None:
+                break
+            for column, block in zip(columns, blocks, strict=True):
+                column.append(block)
+        return columns
 
     def served(self, members: Sequence[KVGroup], block_hash: bytes) -> list[Block] | None:
         """The block that serves a hash in each of these groups; None unless all have one."""

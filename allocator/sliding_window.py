@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ebbtide.allocator.group_hashes import group_hashes
 from ebbtide.allocator.kv_group import KVGroup
 
 if TYPE_CHECKING:
@@ -43,10 +44,11 @@ class SlidingWindowGroup(KVGroup):
         Failing that, the run that begins with the first block.
         """
         size, alignment, null = self.block_size, self.rules.alignment, self.pool.null_block
+        names = group_hashes(hashes, self.ratio)
         needed, run = self._needed + drop, 0
         columns: Columns = [[null] * (limit // size) for _ in members]
         for number in range(limit // size - 1, -1, -1):
-            blocks = self.served(members, hashes[(number + 1) * self.ratio - 1])
+            blocks = self.served(members, names[number])
             if blocks is None:
                 run = 0
                 continue
