@@ -190,20 +190,16 @@ class Model:
         groups = len(self.config.windows)
         hidden = self._embedding.index_select(0, batch.token_ids)
         angles = self._angles.index_select(0, batch.positions).unsqueeze(1)
-        windows = list(enumerate(self.config.windows))
-        by_kernel = [self.by_kernel and window is None for _, window in windows]
-        paged = [self._paged(batch, group) if by_kernel[group] else None for group, _ in windows]
-        sights = [
-            [_sight(part, group, window, hidden, kv_caches) for part in batch.sequences]
-            if not by_kernel[group]
-            else []
-            for group, window in windows
+        seen = [
+            self._paged(batch, group)
+            if self.by_kernel and window is None
+            else [_sight(part, group, window, hidden, kv_caches) for part in batch.sequences]
+            for group, window in enumerate(self.config.windows)
         ]
         for number, layer in enumerate(self._layers):
             group = self.config.group_of_layer(number)
-            seen = paged[group] or sights[group]
             slots, kv_cache = batch.slot_mappings[group], kv_caches[number // groups]
-            mixed = self._attend(layer, hidden, angles, slots, seen, kv_cache)
+            mixed = self._attend(layer, hidden, angles, slots, seen[group], kv_cache)
             hidden.addmm_(mixed, layer.attention_out.t())
             gate, up = functional.linear(self._norm(hidden), layer.gate_up).chunk(2, dim=-1)
             hidden.addmm_(functional.silu(gate).mul_(up), layer.down.t())
