@@ -140,7 +140,7 @@ class DiskTier:
         """Whether the tier can ever hold a record of so many bytes for the epoch."""
         if length > self.space.largest_bytes:
             return False
-        return self.space.stride(length) <= self.space.shares.cap_bytes(epoch)
+        return self.space.fits_cap(epoch, length)
 
     def reset(
         self, old_epoch: int, namespace: StoredNamespace, done: Callable[[bool], None]
@@ -234,14 +234,10 @@ class DiskTier:
         return Miss.NOT_ADMITTED if len(put.key) > KEY_BYTES_MAX else None
 
     def _make_room_below_cap(self, put: Put) -> bool:
-        """A namespace at its cap gives up its own coldest. False: not enough of it can go now."""
-        stride = self.space.stride(put.length)
-        while self.space.shares.excess(put.epoch, stride) > 0:
-            row = self.space.coldest_of((put.epoch,))
-            if row is None:
-                return False
-            self._evict(row, put.epoch, Miss.OVER_QUOTA)
-        return True
+        """See `SegmentSpace.make_room_below_cap`."""
+        return self.space.make_room_below_cap(
+            put.epoch, put.length, lambda row: self._evict(row, put.epoch, Miss.OVER_QUOTA)
+        )
 
     def _evict_for(self, put: Put) -> None:
         """Have a commit make room for one record, unless one that will is already under way."""

@@ -295,6 +295,31 @@ class SegmentSpace(Generic[Owner]):
                 coldest = slot_class.owners[slot]  # type: ignore[assignment]  # an Owner
         return coldest
 
+    def fits_cap(self, epoch: int, length: int) -> bool:
+        """Whether the epoch may ever hold a record of `length` bytes."""
+        return self.stride(length) <= self.shares.cap_bytes(epoch)
+
+    def make_room_below_cap(
+        self,
+        epoch: int,
+        length: int,
+        evict: Callable[[Owner], None],
+        evictable: Callable[[Owner], bool] | None = None,
+    ) -> bool:
+        """Have an epoch at its cap give up its own coldest for one record of `length` bytes.
+
+        False: not enough of it may go now.
+        """
+        if self.shares.is_common:
+            return True
+        stride = self.stride(length)
+        while self.shares.excess(epoch, stride) > 0:
+            coldest = self.coldest_of((epoch,), evictable)
+            if coldest is None:
+                return False
+            evict(coldest)
+        return True
+
     def coldest_lawful(self, sake: int) -> Owner | None:
         """The coldest one of whatever size that may go for the sake of an epoch. O(orders)."""
         orders = {order for c in self.classes.values() for order in self._lawful(c, sake)}

@@ -460,8 +460,7 @@ class Store:
 
     def fits_cap(self, namespace: Namespace, length: int) -> bool:
         """Whether the namespace may ever hold a record of that length in memory."""
-        space = self.memory.space
-        return space.stride(length) <= space.shares.cap_bytes(namespace.epoch)
+        return self.memory.space.fits_cap(namespace.epoch, length)
 
     def too_large(self, on_disk: DiskRecord) -> Miss:
         """Memory was made smaller since, and has no slot of that size: never promise it again."""
@@ -532,7 +531,12 @@ class Store:
         A namespace at its cap evicts its own coldest first.
         """
         space, epoch = self.memory.space, namespace.epoch
-        if not (space.shares.is_common or self._make_room_below_cap(epoch, length)):
+        if not space.make_room_below_cap(
+            epoch,
+            length,
+            lambda record: self._evict(record, epoch, Miss.OVER_QUOTA),
+            self._evictable,
+        ):
             return None
         self._sequence += 1
         record = MemoryRecord(namespace, key, self._sequence, state)
@@ -543,17 +547,6 @@ class Store:
             for victim in victims:
                 self._evict(victim, epoch)
         return record
-
-    def _make_room_below_cap(self, epoch: int, length: int) -> bool:
-        """False: not enough of the namespace's own records may go now."""
-        space = self.memory.space
-        stride = space.stride(length)
-        while space.shares.excess(epoch, stride) > 0:
-            coldest = space.coldest_of((epoch,), self._evictable)
-            if coldest is None:
-                return False
-            self._evict(coldest, epoch, Miss.OVER_QUOTA)
-        return True
 
     def published(self, record: MemoryRecord, digest: bytes) -> None:
         """A reserved record is whole and named; its writer's pin ends."""
