@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import os
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from tests.kernels.memory_guard import Traffic, memory_guard
 
+from ebbtide.bench.device_rig import HostQueue
 from ebbtide.bench.paged_forms import FORMS, Shape, make_pages
 from ebbtide.kernels.fragments import FragmentTable
 from ebbtide.kernels.layout import PagedLayout
@@ -19,31 +19,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import ModuleType
 
-    import numpy as np
-    from numpy.typing import NDArray
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 SENTINEL = 0xA5
 # Norm of the error by norm of the result, against float64.
 ERROR_MAX = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
-
-
-class EagerQueue:
-    """A driver whose copies have ended when they return."""
-
-    def copy(
-        self,
-        targets: NDArray[np.int64],
-        sources: NDArray[np.int64],
-        lengths: NDArray[np.int64],
-        *,
-        stream: int,
-        order: object,
-    ) -> None:
-        columns = (targets.tolist(), sources.tolist(), lengths.tolist())
-        for target, source, length in zip(*columns, strict=True):
-            ctypes.memmove(target, source, length)
 
 
 def guarded(
@@ -74,7 +55,7 @@ def check_copies(
     size = layouts[0].record_bytes
     ids, to = [shape.blocks - 1, 0, 3], [1, 4, shape.blocks - 1]
     down, up = (
-        staged_copy.StagedCopies(EagerQueue(), table_of(layout), staging_bytes=4 * size)
+        staged_copy.StagedCopies(HostQueue(), table_of(layout), staging_bytes=4 * size)
         for layout in layouts
     )
     down.staging.fill_(SENTINEL)

@@ -17,7 +17,6 @@ from tests.kernels.checks import (
     INTERPRETED,
     SENTINEL,
     Case,
-    EagerQueue,
     check_attention,
     check_copies,
     guarded,
@@ -25,6 +24,7 @@ from tests.kernels.checks import (
 )
 from tests.kernels.memory_guard import MemoryFault
 
+from ebbtide.bench.device_rig import HostQueue
 from ebbtide.bench.paged_forms import Shape
 from ebbtide.kernels.fragments import FragmentTable
 from ebbtide.kernels.layout import PagedLayout
@@ -162,7 +162,7 @@ def check_far_copy() -> None:
     pages = far_pages()
     pages[2].copy_(torch.arange(256, dtype=torch.int32).to(torch.uint8))
     table = FragmentTable.of(PagedLayout.from_tensors([pages], block_dim=0))
-    copies = staged_copy.StagedCopies(EagerQueue(), table, staging_bytes=256)
+    copies = staged_copy.StagedCopies(HostQueue(), table, staging_bytes=256)
     copies.staging.fill_(SENTINEL)
     with guarded([pages], [copies.staging]):
         copies.launch([2], to_blocks=False)

@@ -8,12 +8,12 @@ import pytest
 import torch
 from tests.kernels.checks import (
     INTERPRETED,
-    EagerQueue,
     check_copies,
     guarded,
 )
 from tests.kernels.memory_guard import MemoryFault
 
+from ebbtide.bench.device_rig import HostQueue
 from ebbtide.bench.paged_forms import FORMS, Shape, make_pages
 from ebbtide.errors import MisuseError
 from ebbtide.kernels.fragments import FragmentTable
@@ -59,7 +59,7 @@ original = staged_copy.Tile.of
 def test_a_wild_block_id_is_caught_by_the_guard() -> None:
     pages = make_pages(FORMS["mla"], SHAPE, torch.float16)
     table = FragmentTable.of(PagedLayout.from_tensors(pages.tensors, block_dim=0))
-    copies = staged_copy.StagedCopies(EagerQueue(), table, staging_bytes=4 * table.record_bytes)
+    copies = staged_copy.StagedCopies(HostQueue(), table, staging_bytes=4 * table.record_bytes)
     with (
         pytest.raises(Exception, match="load of 8 bytes") as caught,
         guarded(pages.tensors, [copies.staging]),
@@ -86,8 +86,7 @@ def test_records_in_an_arena_come_and_go_in_batches(name: str, stand_in: StandIn
     )
     ids, offsets = [6, 1, 0, 3, 2], [3000, 0, size, 3000 + size, 12000]
     down, up = (
-        staged_copy.StagedCopies(EagerQueue(), table, staging_bytes=2 * size + 1)
-        for table in tables
+        staged_copy.StagedCopies(HostQueue(), table, staging_bytes=2 * size + 1) for table in tables
     )
     down.gather(ids, arena, offsets, stream=5, registration=registration)
     for block, offset in zip(ids, offsets, strict=True):
@@ -103,7 +102,7 @@ def test_records_in_an_arena_come_and_go_in_batches(name: str, stand_in: StandIn
 def test_what_does_not_fit_is_refused() -> None:
     pages = make_pages(FORMS["mla"], SHAPE, torch.float16)
     table = FragmentTable.of(PagedLayout.from_tensors(pages.tensors, block_dim=0))
-    copies = staged_copy.StagedCopies(EagerQueue(), table)
+    copies = staged_copy.StagedCopies(HostQueue(), table)
     arena = torch.zeros(4 * table.record_bytes, dtype=torch.uint8)
     with pytest.raises(MisuseError, match="outside the registered"):
         copies.gather([7], arena, [0], stream=5)
