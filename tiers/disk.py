@@ -25,6 +25,7 @@ from ebbtide.tiers.disk_index import DiskIndex
 from ebbtide.tiers.index import minute_of
 from ebbtide.tiers.key_index import NO_ROW
 from ebbtide.tiers.quotas import Quotas
+from ebbtide.tiers.reads_first import ReadsFirst
 from ebbtide.tiers.reasons import Miss
 from ebbtide.tiers.record_table import KEY_BYTES_MAX
 from ebbtide.tiers.runs import Run, merge
@@ -91,6 +92,7 @@ class DiskTier:
         self._putting = COMMON  # epoch of the latest put
         self._freeing = 0  # slots whose removal waits for a commit
         self._held_bytes = 0  # slots that a purge will give back: no reason to evict others
+        self._reads_first = ReadsFirst()
         self._started: dict[int, float] = {}  # reads and writes under way, since when
         self._starts = 0
         self._committer = Committer(
@@ -292,10 +294,15 @@ class DiskTier:
         runs, members = merge([(offset_of[row], put.view) for put, row in placed])
         self.start(
             WRITE,
-            lambda run: self.slab.write(run.offset, run.views),
+            self._write_run,
             runs,
             lambda outcomes: self._written(placed, members, outcomes),
         )
+
+    def _write_run(self, run: Run) -> None:
+        """In an I/O thread."""
+        with self._reads_first.write(run.size_bytes):
+            self.slab.write(run.offset, run.views)
 
     def _written(
         self,
@@ -348,6 +355,7 @@ class DiskTier:
                     good[number] = 1
 
         def finished(outcomes: list[BaseException | None]) -> None:
+            self._reads_first.read_ended()
             results: list[Miss | None] = [None] * len(gets)
             for numbers, error in zip(members, outcomes, strict=True):
                 for number in numbers:
@@ -357,6 +365,7 @@ class DiskTier:
             if self._waiting:  # what the read had pinned may go now
                 self._place_waiting()
 
+        self._reads_first.read_began()
         self.start(READ, read, jobs, finished)
 
     def _settle_read(

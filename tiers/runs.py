@@ -16,6 +16,10 @@ class Run(NamedTuple):
     offset: int
     views: list[memoryview]
 
+    @property
+    def size_bytes(self) -> int:
+        return sum(map(len, self.views))
+
 
 def merge(slots: Sequence[tuple[int, memoryview]]) -> tuple[list[Run], list[list[int]]]:
     """Merge (offset, view) of whole slots into runs; also which inputs each run consists of.

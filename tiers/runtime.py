@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 READ, WRITE, VERIFY, COMMIT, POPULATE = "read", "write", "verify", "commit", "populate"
 DIGEST, REOPEN = "digest", "reopen"
-POOL_THREADS = {READ: 4, WRITE: 4, VERIFY: 2, COMMIT: 1, POPULATE: 2, REOPEN: 1}
+POOL_THREADS = {READ: 8, WRITE: 8, VERIFY: 2, COMMIT: 1, POPULATE: 2, REOPEN: 1}
 # A pool that has the threads of another, which leave it after every item when that one has work.
 GIVES_WAY = {DIGEST: VERIFY}  # what is stored, to what is loaded
 
