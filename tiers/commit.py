@@ -9,7 +9,7 @@ from ebbtide.tiers.index import IndexBatch
 from ebbtide.tiers.runtime import COMMIT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from ebbtide.tiers.index import Entry, Sequences, StoredNamespace
     from ebbtide.tiers.runtime import Runtime, Timer
@@ -78,23 +78,26 @@ class Committer:
         """Nothing is gathered and no commit is under way."""
         return not self._batch and self._running is None
 
-    def add(self, entry: Entry, slot_bytes: int) -> None:
-        """The entry's payload has been written (not yet synced)."""
-        self._batch.index.add(entry)
+    def add(self, entries: Iterable[Entry], slot_bytes: int) -> None:
+        """The entries' payload has been written (not yet synced)."""
+        for entry in entries:
+            self._batch.index.add(entry)
         self._batch.bytes += slot_bytes
         self._arm()
 
-    def remove(self, epoch: int, key: bytes) -> None:
-        self._batch.index.remove(epoch, key)
+    def remove(self, names: Iterable[tuple[int, bytes]]) -> None:
+        """Records of this epoch and key are no more."""
+        for epoch, key in names:
+            self._batch.index.remove(epoch, key)
         self._arm()
 
-    def free_after(self, row: int) -> None:
-        """Hand the slot back once the removal of its entry is durable.
+    def free_after(self, rows: Iterable[int]) -> None:
+        """Hand the slots back once the removal of their entries is durable.
 
-        The entry's removal is in the gathering batch or in an earlier one: either way it is durable
-        when the gathering batch is.
+        The entries' removal is in the gathering batch or in an earlier one: either way it is
+        durable when the gathering batch is.
         """
-        self._batch.freed.append(row)
+        self._batch.freed += rows
         self._arm()
 
     def put_namespace(self, namespace: StoredNamespace) -> None:

@@ -13,7 +13,6 @@ Control thread only; I/O runs in the runtime's pools. No call waits.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,15 +21,13 @@ import numpy as np
 from ebbtide.tiers.commit import Committer
 from ebbtide.tiers.digest import record_digest, record_seed
 from ebbtide.tiers.disk_index import DiskIndex
-from ebbtide.tiers.index import minute_of
+from ebbtide.tiers.disk_writer import DiskWriter
 from ebbtide.tiers.key_index import NO_ROW
 from ebbtide.tiers.quotas import Quotas
 from ebbtide.tiers.reads_first import ReadsFirst
 from ebbtide.tiers.reasons import Miss
-from ebbtide.tiers.record_table import KEY_BYTES_MAX
 from ebbtide.tiers.runs import Run, merge
-from ebbtide.tiers.runtime import READ, WRITE
-from ebbtide.tiers.shares import COMMON
+from ebbtide.tiers.runtime import READ
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -47,9 +44,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ebbtide.tiers.disk")
 
 RESET_PIECE = 64  # records: a millisecond or two
-TRIM_PIECE = 64
 QUARANTINE_SHARE = 16  # of the slab; a drive with more bad slots is out of service
-SPARE_SHARE = 16  # slots worth a sixteenth of the slab are evicted ahead, so that puts rarely wait
 
 
 class DiskTier:
@@ -88,11 +83,9 @@ class DiskTier:
         self.digests: dict[int, bytes] = {}  # namespace digest by epoch
         self._runtime = runtime
         self.slab = slab
-        self._waiting: deque[Put] = deque()  # puts without a slot yet
-        self._putting = COMMON  # epoch of the latest put
-        self._freeing = 0  # slots whose removal waits for a commit
-        self._held_bytes = 0  # slots that a purge will give back: no reason to evict others
-        self._reads_first = ReadsFirst()
+        self.freeing_bytes = 0  # slots whose removal waits for a commit
+        self.held_bytes = 0  # slots that a purge will give back: no reason to evict others
+        self.reads_first = ReadsFirst()
         self._started: dict[int, float] = {}  # reads and writes under way, since when
         self._starts = 0
         self._committer = Committer(
@@ -104,6 +97,7 @@ class DiskTier:
             on_committed=self._committed,
             on_failed=self._commit_failed,
         )
+        self._writer = DiskWriter(self, runtime, self._committer)
 
     # -- lookup ---------------------------------------------------------------------------------
 
@@ -176,7 +170,7 @@ class DiskTier:
             if self.index.is_whole(row) and table.sequence_of[row] == sequence:
                 key = table.key(row)
                 self.on_reset(epoch, key)
-                self._leave(row, old_epoch, key)
+                self._leave([row], [(old_epoch, key)])
         if len(rows) > RESET_PIECE and not self.down:
             rest = partial(self._leave_some, rows[RESET_PIECE:], sequences[RESET_PIECE:], old_epoch)
             self._runtime.call_later(0.0, rest)
@@ -198,140 +192,7 @@ class DiskTier:
         The views must stay unchanged until then. Puts without a free slot wait for the commit
         that frees evicted ones.
         """
-        self._waiting.extend(puts)
-        self._place_waiting()
-
-    def _place_waiting(self) -> None:
-        placed: list[tuple[Put, int]] = []
-        minute = minute_of(self._runtime.wall())
-        while self._waiting:
-            put = self._waiting[0]
-            refused = self._refused(put)
-            if refused is not None or self.holds(put.epoch, put.key):
-                self._waiting.popleft()
-                put.done(refused)
-                continue
-            self._putting = put.epoch
-            if not self._make_room_below_cap(put):
-                break  # its own records are being written or read: whatever ends comes back here
-            self.sequence += 1
-            row = self.index.place(
-                put.epoch, put.key, put.length, self.sequence, put.digest, minute
-            )
-            if row == NO_ROW:
-                self._evict_for(put)
-                break  # the commit that frees the slots comes back here
-            self._waiting.popleft()
-            placed.append((put, row))
-        self._write(placed)
-        self._evict_ahead()
-
-    def _refused(self, put: Put) -> Miss | None:
-        if self.down:
-            return Miss.IO_ERROR
-        if put.epoch not in self.digests:
-            return Miss.RESET
-        if not self.takes(put.epoch, put.length):
-            return Miss.OVER_QUOTA
-        return Miss.NOT_ADMITTED if len(put.key) > KEY_BYTES_MAX else None
-
-    def _make_room_below_cap(self, put: Put) -> bool:
-        """See `SegmentSpace.make_room_below_cap`."""
-        return self.space.make_room_below_cap(
-            put.epoch, put.length, lambda row: self._evict(row, put.epoch, Miss.OVER_QUOTA)
-        )
-
-    def _evict_for(self, put: Put) -> None:
-        """Have a commit make room for one record, unless one that will is already under way."""
-        if not self._freeing:
-            victims = self.space.victims(put.length, sake=put.epoch)
-            if not victims:  # the number of records is the bound, and this size has none
-                coldest = self.space.coldest_lawful(put.epoch)
-                victims = [] if coldest is None else [coldest]
-            for row in victims:
-                self._evict(row, put.epoch)
-        self._committer.hurry()
-
-    def _evict_ahead(self) -> None:
-        if not self.space.classes or self.down:
-            return
-        self._trim()
-        spare = self.space.capacity_bytes // SPARE_SHARE
-        over_records = self.records - (self.records_max - self.records_max // SPARE_SHARE)
-        free = self.space.capacity_bytes - self.space.used_bytes + self._freeing + self._held_bytes
-        if free >= spare and over_records <= 0:
-            return
-        stride = next(reversed(self.space.classes))
-        while free < spare or over_records > 0:
-            victims = self.space.victims(stride, sake=self._putting, strict=True)
-            if not victims:
-                return
-            for row in victims:
-                free += self.index.stride(row)
-                over_records -= 1
-                self._evict(row, self._putting)
-
-    def _trim(self) -> None:
-        """Namespaces whose cap was lowered give up a few of their coldest with every put."""
-        for epoch in self.space.shares.over_cap():
-            for _ in range(TRIM_PIECE):
-                row = self.space.coldest_of((epoch,))
-                if row is None or self.space.shares.excess(epoch, 0) <= 0:
-                    break
-                self._evict(row, epoch, Miss.OVER_QUOTA)
-
-    def _evict(self, row: int, sake: int, why: Miss = Miss.EVICTED) -> None:
-        self.evicted += 1
-        table = self.index.table
-        epoch, key = table.epoch_of(row), table.key(row)
-        self.on_evict(epoch, key, sake, why)
-        self._leave(row, epoch, key)
-
-    def _write(self, placed: list[tuple[Put, int]]) -> None:
-        if not placed:
-            return
-        offset_of = self.index.table.offset_of
-        runs, members = merge([(offset_of[row], put.view) for put, row in placed])
-        self.start(
-            WRITE,
-            self._write_run,
-            runs,
-            lambda outcomes: self._written(placed, members, outcomes),
-        )
-
-    def _write_run(self, run: Run) -> None:
-        """In an I/O thread."""
-        with self._reads_first.write(run.size_bytes):
-            self.slab.write(run.offset, run.views)
-
-    def _written(
-        self,
-        placed: list[tuple[Put, int]],
-        members: list[list[int]],
-        outcomes: list[BaseException | None],
-    ) -> None:
-        for numbers, error in zip(members, outcomes, strict=True):
-            if error is not None:
-                self.go_down(f"a write failed: {error}")
-            for number in numbers:
-                put, row = placed[number]
-                put.done(self._settle_write(put, row, error))
-        if self._waiting:  # a write whose epoch was reset has freed its slot without a commit
-            self._place_waiting()
-
-    def _settle_write(self, put: Put, row: int, error: BaseException | None) -> Miss | None:
-        gone = put.epoch not in self.digests
-        if error is not None or gone or self.down:
-            if self.index.is_pinned(row):  # by a purge, which overwrites it first
-                self.index.leave(row)
-            else:
-                self.index.forget(row)
-            return Miss.RESET if gone and error is None else Miss.IO_ERROR
-        self.index.written(row)
-        stride = len(put.view)
-        self.write_bytes += stride
-        self._committer.add(self.index.entry(row, put), stride)
-        return None
+        self._writer.put(puts)
 
     # -- reading --------------------------------------------------------------------------------
 
@@ -355,17 +216,17 @@ class DiskTier:
                     good[number] = 1
 
         def finished(outcomes: list[BaseException | None]) -> None:
-            self._reads_first.read_ended()
+            self.reads_first.read_ended()
             results: list[Miss | None] = [None] * len(gets)
             for numbers, error in zip(members, outcomes, strict=True):
                 for number in numbers:
                     results[number] = self._settle_read(gets[number].record, error, good[number])
             _report_failures(results, outcomes)
             done(results)
-            if self._waiting:  # what the read had pinned may go now
-                self._place_waiting()
+            if not self._writer.idle:  # what the read had pinned may go now
+                self._writer.place_waiting()
 
-        self._reads_first.read_began()
+        self.reads_first.read_began()
         self.start(READ, read, jobs, finished)
 
     def _settle_read(
@@ -389,17 +250,17 @@ class DiskTier:
 
     def _unpin(self, row: int) -> None:
         if self.index.unpin(row):
-            self._free_after_commit(row)
+            self._free_after_commit([row])
 
     def hold(self, epoch: int) -> Ints:
         """Pin all that an epoch has, for a purge. See `DiskIndex.hold`."""
         rows = self.index.hold(epoch)
-        self._held_bytes += self.index.strides(rows)
+        self.held_bytes += self.index.strides(rows)
         return rows
 
     def give_back(self, rows: Ints) -> None:
         """Undo `hold`: slots of records that have left are handed out after the next commit."""
-        self._held_bytes -= self.index.strides(rows)
+        self.held_bytes -= self.index.strides(rows)
         for row in rows.tolist():
             self._unpin(row)
 
@@ -411,14 +272,23 @@ class DiskTier:
         self._discard(record.row)
 
     def _discard(self, row: int, *, bad: bool = False) -> None:
-        table = self.index.table
-        self._leave(row, table.epoch_of(row), table.key(row), bad=bad)
+        self._leave([row], [self.index.name(row)], bad=bad)
 
-    def _leave(self, row: int, epoch: int, key: bytes, *, bad: bool = False) -> None:
-        free = self.index.leave(row, bad=bad)
-        self._committer.remove(epoch, key)
+    def evict(self, rows: Sequence[int], sake: int, why: Miss = Miss.EVICTED) -> None:
+        """Their slots are for others: for the sake of an epoch, and why."""
+        self.evicted += len(rows)
+        names = [self.index.name(row) for row in rows]
+        for epoch, key in names:
+            self.on_evict(epoch, key, sake, why)
+        self._leave(rows, names)
+
+    def _leave(
+        self, rows: Sequence[int], names: Sequence[tuple[int, bytes]], *, bad: bool = False
+    ) -> None:
+        free = self.index.leave(rows, bad=bad)
+        self._committer.remove(names)
         if free:
-            self._free_after_commit(row)
+            self._free_after_commit(free)
 
     def _quarantine(self, row: int) -> None:
         """Use the slot no more before the directory is opened again."""
@@ -431,16 +301,15 @@ class DiskTier:
         if self.quarantined_bytes > self.space.capacity_bytes // QUARANTINE_SHARE:
             self.go_down(f"{self.quarantined_bytes} bytes of the drive hold what nobody wrote")
 
-    def _free_after_commit(self, row: int) -> None:
-        self._freeing += self.index.stride(row)
-        self._committer.free_after(row)
+    def _free_after_commit(self, rows: Sequence[int]) -> None:
+        self.freeing_bytes += sum(map(self.index.stride, rows))
+        self._committer.free_after(rows)
 
     def _committed(self, freed: list[int]) -> None:
-        for row in freed:
-            self._freeing -= self.index.stride(row)
-            self.index.free(row)
-        if self._waiting:
-            self._place_waiting()
+        self.freeing_bytes -= sum(map(self.index.stride, freed))
+        self.index.free(freed)
+        if not self._writer.idle:
+            self._writer.place_waiting()
 
     def _commit_failed(self, error: BaseException, added: list[tuple[int, bytes]]) -> None:
         self.lost_batches += bool(added)
@@ -459,9 +328,7 @@ class DiskTier:
             self.down = reason
             _log.error("The disk tier is down, the rest works on: %s", reason)
         self._committer.break_off(reason)
-        waiting, self._waiting = self._waiting, deque()
-        for put in waiting:
-            put.done(Miss.IO_ERROR)
+        self._writer.fail_all()
 
     def waiting_since(self) -> float | None:
         """Since when (runtime seconds) the drive owes the oldest answer; None: it owes nothing."""
@@ -509,7 +376,7 @@ class DiskTier:
     @property
     def idle(self) -> bool:
         """Nothing is waiting, being written or uncommitted."""
-        return not self._waiting and self._committer.idle
+        return self._writer.idle and self._committer.idle
 
     def close(self, clean: bool) -> None:
         """Close the files. Only when `idle`, or when what is under way is to be lost."""

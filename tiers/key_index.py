@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ebbtide.tiers.record_table import KEY_BYTES_MAX, WORDS, last_word
+from ebbtide.tiers.record_table import KEY_BYTES_MAX, WORDS, last_word, names_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,14 +56,12 @@ class KeyIndex:
         self._additions = 0
         self._begin(ENTRIES_MIN)
         self.count = 0
-        self._name: tuple[int, bytes] | None = None  # the last one hashed
-        self._hash = 0
 
     def find(self, epoch: int, key: bytes) -> int:
-        """The row of a key, or NO_ROW. 2 us."""
+        """The row of a key, or NO_ROW. 3 us."""
         if len(key) > KEY_BYTES_MAX:
             return NO_ROW
-        hashed = self._hash_of(epoch, key)
+        hashed = _hash_one(epoch, key)
         row = self._probe(self._entries, self._of, hashed, epoch, key)
         if row == NO_ROW and self._old is not None:
             row = self._probe(self._old, self._old.data, hashed, epoch, key)
@@ -75,7 +73,7 @@ class KeyIndex:
         uniform = len(joined) == width * len(keys) and width <= KEY_BYTES_MAX
         if len(keys) <= SCALAR_MAX or not uniform:
             return np.array([self.find(epoch, key) for key in keys], np.int64)
-        names = _names(epoch, joined, width)
+        names = names_of(epoch, joined, width)
         hashes = _hash(names)
         rows = self._probe_many(self._entries, hashes)
         if self._old is not None:
@@ -88,20 +86,24 @@ class KeyIndex:
                 rows[number] = self.find(epoch, keys[number])
         return rows
 
-    def add(self, row: int, epoch: int, key: bytes) -> None:
-        """A row of this name, which is not in the index."""
+    def add(self, rows: Sequence[int]) -> None:
+        """Rows whose names are not in the index. Vectorised: 20 us, and 0.6 us for each."""
+        at = np.array(rows, np.int64)
+        hashes = self._table.hash[at] = _hash(self._table.name[at])
+        for row, hashed in zip(rows, hashes.tolist(), strict=True):
+            self._add(row, hashed)
+
+    def _add(self, row: int, hashed: int) -> None:
         if self._old is None and 2 * (self._filled + 1) > len(self._entries):
             self._old, self._moved = self._entries, 0
             # Not less than half: what is added before the move ends must find a place.
             wanted = max(_power_above(4 * (self.count + 1)), len(self._old) // 2)
             self._begin(max(ENTRIES_MIN, wanted))
-        hashed = self._hash_of(epoch, key)
         entries, mask = self._of, len(self._entries) - 1
         position = hashed & mask
         while entries[position] != _EMPTY:
             position = (position + 1) & mask
         entries[position] = _entry(hashed, row)
-        self._table.hash_of[row] = hashed
         self._filled += 1
         self.count += 1
         self._additions += 1
@@ -131,13 +133,6 @@ class KeyIndex:
         self.count -= 1
 
     # -- inside ---------------------------------------------------------------------------------
-
-    def _hash_of(self, epoch: int, key: bytes) -> int:
-        """A key that is to be added was looked for just before: its hash is known."""
-        name = epoch, key
-        if name != self._name:
-            self._name, self._hash = name, _hash_one(epoch, key)
-        return self._hash
 
     def _begin(self, size: int) -> None:
         # Filled at random places: in huge pages, each of the first additions would clear 2 MiB.
@@ -213,15 +208,6 @@ def _tags(hashes: Array) -> Array:
 
 def _entry(hashed: int, row: int) -> int:
     return _tag(hashed) << 32 | row + 1
-
-
-def _names(epoch: int, joined: bytes, width: int) -> Array:
-    """uint64 [keys, WORDS]: names as in the table, of keys one behind the other."""
-    keys = np.frombuffer(joined, np.uint8).reshape(-1, width)
-    names = np.zeros((len(keys), WORDS), np.uint64)
-    names.view(np.uint8)[:, :width] = keys
-    names[:, -1] = last_word(epoch, width)
-    return names
 
 
 def _hash(names: Array) -> Array:

@@ -116,19 +116,31 @@ class SegmentSpace(Generic[Owner]):
 
         `order`: of eviction, see `Shares.order`.
         """
+        offsets = self.place_many([owner], length, order)
+        return offsets[0] if offsets else None
+
+    def place_many(self, owners: Sequence[Owner], length: int, order: int = COMMON) -> list[int]:
+        """The same for many records of one length: as many offsets as there were free slots."""
         slot_class = self._class_for(self.stride(length))
-        segment = self._open_segment(slot_class)
-        if segment is None:
-            return None
-        number = heapq.heappop(segment.free)
-        slot = segment.position * slot_class.slots_per_segment + number
-        slot_class.owners[slot] = owner
-        slot_class.policy.assign(slot, order)
-        segment.hold(order, 1)
-        segment.used += 1
-        self.used_bytes += slot_class.stride
-        self.payload_bytes += length
-        return segment.index * self.segment_bytes + number * slot_class.stride
+        stride, policy = slot_class.stride, slot_class.policy
+        offsets: list[int] = []
+        while len(offsets) < len(owners):
+            segment = self._open_segment(slot_class)
+            if segment is None:
+                break
+            first_slot = segment.position * slot_class.slots_per_segment
+            first_offset = segment.index * self.segment_bytes
+            these = owners[len(offsets) : len(offsets) + len(segment.free)]
+            for owner in these:
+                number = heapq.heappop(segment.free)
+                slot_class.owners[first_slot + number] = owner
+                policy.assign(first_slot + number, order)
+                offsets.append(first_offset + number * stride)
+            segment.hold(order, len(these))
+            segment.used += len(these)
+        self.used_bytes += stride * len(offsets)
+        self.payload_bytes += length * len(offsets)
+        return offsets
 
     def place_all(
         self, owners: Sequence[Owner], lengths: Ints, offsets: Ints, orders: Ints | None = None
@@ -252,6 +264,7 @@ class SegmentSpace(Generic[Owner]):
         evictable: Callable[[Owner], bool] | None = None,
         sake: int = COMMON,
         *,
+        count: int = 1,
         strict: bool = False,
     ) -> list[Owner]:
         """Owners whose removal makes room for one record of `length` bytes; [] when nothing can go.
@@ -261,7 +274,8 @@ class SegmentSpace(Generic[Owner]):
         may take one, whatever is kept for others; not if `strict`.
 
         Either the coldest evictable one of the same stride, or all of the coldest segment of
-        another stride. Nothing is changed.
+        another stride. For room for `count` records: as many of the same stride as would go one
+        after the other, at least one. Nothing is changed.
         """
         stride = self.stride(length)
         slot_class = self.classes.get(stride)
@@ -280,7 +294,10 @@ class SegmentSpace(Generic[Owner]):
             return [owner for _, owner in self._owners_of(drained)]
         if slot_class is None or own is None:
             return []
-        return [slot_class.owners[own]]  # type: ignore[list-item]  # an Owner
+        slots = [own]
+        if count > 1 and evictable is None and self.shares.is_common:
+            slots = self._coldest_streak(slot_class, count)
+        return [slot_class.owners[slot] for slot in slots]  # type: ignore[misc]  # Owners
 
     def coldest_of(
         self, orders: Collection[int], evictable: Callable[[Owner], bool] | None = None
@@ -502,6 +519,15 @@ class SegmentSpace(Generic[Owner]):
             if evictable(slot_class.owners[slot]):  # type: ignore[arg-type]  # an Owner
                 return slot
         return None
+
+    def _coldest_streak(self, slot_class: SlotClass, count: int) -> list[int]:
+        """Up to so many of its coldest slots: those that go before a segment of another stride."""
+        policy = slot_class.policy
+        slots = list(islice(policy.coldest_first(), count))
+        other = self._coldest_segment(slot_class.stride, policy.stamp(slots[-1]), None, COMMON)
+        if other is None:
+            return slots
+        return [slot for slot in slots if policy.stamp(slot) <= other.last_touch]
 
     def _coldest_segment(
         self,

@@ -19,6 +19,8 @@ from ebbtide.tiers.commit import Committer
 from ebbtide.tiers.disk import DiskTier
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ebbtide.tiers.commit import _Batch
 
 MIB = 1 << 20
@@ -41,8 +43,8 @@ def plant(order: str) -> None:
         Committer._commit = commit  # type: ignore[method-assign]
     elif order == "reuse_before_commit":
 
-        def free(self: DiskTier, row: int) -> None:
-            self.index.free(row)
+        def free(self: DiskTier, rows: Sequence[int]) -> None:
+            self.index.free(rows)
 
         DiskTier._free_after_commit = free  # type: ignore[method-assign]
     elif order:

@@ -25,7 +25,7 @@ from ebbtide.tiers.segments import SegmentSpace
 from ebbtide.tiers.shares import NO_QUOTA, Quota
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from ebbtide.tiers.namespace import Namespace
 
@@ -95,21 +95,27 @@ class World:
         self.see(store.memory.space)
         if store.disk is not None:
             disk = store.disk
-            drop = disk._evict
+            drop = disk.evict
 
-            def disk_evicts(row: int, sake: int, why: Miss = Miss.EVICTED) -> None:
-                epoch = disk.index.table.epoch_of(row)
-                self.look(disk.space, epoch, disk.index.stride(row), sake, why)
-                drop(row, sake, why)
+            def disk_evicts(rows: Sequence[int], sake: int, why: Miss = Miss.EVICTED) -> None:
+                for row in rows:
+                    epoch = disk.index.table.epoch_of(row)
+                    self.look(disk.space, epoch, disk.index.stride(row), sake, why)
+                    drop([row], sake, why)
 
-            disk._evict = disk_evicts  # type: ignore[method-assign]
+            disk.evict = disk_evicts  # type: ignore[method-assign]
             self.see(disk.space)
 
     def see(self, space: SegmentSpace[Any]) -> None:
         victims: Callable[..., list[Any]] = space.victims
 
         def asked(
-            length: int, evictable: Any = None, sake: int = 0, *, strict: bool = False
+            length: int,
+            evictable: Any = None,
+            sake: int = 0,
+            *,
+            count: int = 1,
+            strict: bool = False,
         ) -> list[Any]:
             stride, order = space.stride(length), space.shares.order(sake)
             slot_class = space.classes.get(stride)
@@ -119,7 +125,7 @@ class World:
                 for n, owner in enumerate(slots)
             )
             (self.lawless.discard if has or strict else self.lawless.add)(id(space))
-            return victims(length, evictable, sake, strict=strict)
+            return victims(length, evictable, sake, count=count, strict=strict)
 
         space.victims = asked  # type: ignore[method-assign]
 

@@ -138,7 +138,7 @@ def test_a_record_that_is_evicted_while_it_is_read_is_no_error(tiered: SimStore)
     tiered.store.care.checks.check(0, answers.append)
     tiered.runtime.settle()
     for record in disk.index.records_of(tiered.namespace().epoch):
-        disk._evict(record.row, record.epoch)
+        disk.evict([record.row], record.epoch)
     assert tiered.flush()
     used = disk.space.used_bytes
     assert used == 8 * PAGE  # nobody is given a slot that is being read

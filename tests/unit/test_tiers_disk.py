@@ -200,7 +200,7 @@ def test_p36_a_record_evicted_while_it_is_read_arrives_whole(sim: SimStore) -> N
 
 def test_p37_removing_what_the_index_does_not_hold_is_no_error(sim: SimStore) -> None:
     disk = disk_of(sim)
-    disk._committer.remove(7, key_of(7))
+    disk._committer.remove([(7, key_of(7))])
     assert sim.flush()
     assert disk.down is None
 

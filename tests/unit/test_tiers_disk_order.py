@@ -153,7 +153,7 @@ def test_planted_reusing_a_slot_before_the_commit_is_seen(
     sim: SimStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch(sim, monkeypatch)
-    monkeypatch.setattr(DiskTier, "_free_after_commit", lambda self, row: self.index.free(row))
+    monkeypatch.setattr(DiskTier, "_free_after_commit", lambda self, rows: self.index.free(rows))
     churn(sim)
     assert "belongs to an entry" in broken_by(sim)
 

@@ -13,15 +13,30 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from ebbtide.errors import MisuseError
 from ebbtide.tiers import key_index
 from ebbtide.tiers.key_index import NO_ROW, KeyIndex
-from ebbtide.tiers.record_table import KEY_BYTES_MAX, RecordTable
+from ebbtide.tiers.record_table import KEY_BYTES_MAX, RecordTable, names_of
 
 DIGEST = bytes(range(16))
 
 
+def fill(table: RecordTable, epoch: int, *keys: bytes, digest: bytes = DIGEST) -> list[int]:
+    rows = table.take(len(keys))
+    table.fill(
+        rows,
+        epoch,
+        keys,
+        length=100,
+        offsets=range(len(keys)),
+        sequences=range(1, len(keys) + 1),
+        digests=[digest] * len(keys),
+        minute=0,
+        state=2,
+    )
+    return rows
+
+
 def add(index: KeyIndex, table: RecordTable, epoch: int, key: bytes) -> int:
-    row = table.add(epoch, key, 100, 1, DIGEST)
-    table.state_of[row] = 2
-    index.add(row, epoch, key)
+    (row,) = rows = fill(table, epoch, key)
+    index.add(rows)
     return row
 
 
@@ -41,7 +56,7 @@ def test_one_key_and_many_hash_alike(width: int) -> None:
     draw = Random(width)
     for epoch in (0, 1, 2**32 - 1):
         keys = [draw.randbytes(width) for _ in range(50)]
-        many = key_index._hash(key_index._names(epoch, b"".join(keys), width))
+        many = key_index._hash(names_of(epoch, b"".join(keys), width))
         assert many.tolist() == [key_index._hash_one(epoch, key) for key in keys]
 
 
@@ -110,27 +125,25 @@ def test_keys_of_different_widths_and_epochs_are_different() -> None:
 def test_many_at_once_are_as_many_one_by_one() -> None:
     draw, table = Random(1), RecordTable(5000)
     index, keys = KeyIndex(table), [draw.randbytes(36) for _ in range(5000)]
-    rows = [table.add(7, key, 1, 1, DIGEST) for key in keys]
+    rows = fill(table, 7, *keys)
     index.add_many(np.array(rows[::2]))
     assert index.find_many(7, keys).tolist() == [r if r % 2 == 0 else NO_ROW for r in rows]
-    for row, key in zip(rows[1::2], keys[1::2], strict=True):
-        index.add(row, 7, key)
+    index.add(rows[1::2])
     assert index.find_many(7, keys).tolist() == rows
     assert index.count == 5000
 
 
 def test_a_table_gives_its_rows_out_once() -> None:
     table = RecordTable(3)
-    rows = [table.add(1, b"key", 5, n, DIGEST) for n in range(3)]
+    rows = fill(table, 1, b"key", b"yek", b"eyk")
     assert sorted(rows) == [0, 1, 2]
-    assert table.is_full
+    assert table.left == 0
     with pytest.raises(MisuseError, match="no row left"):
-        table.add(1, b"key", 5, 9, DIGEST)
-    table.state_of[1] = 2
+        table.take(1)
     table.free(1)
     with pytest.raises(MisuseError, match="freed twice"):
         table.free(1)
-    assert table.add(9, b"another key", 6, 10, DIGEST[::-1]) == 1
+    assert fill(table, 9, b"another key", digest=DIGEST[::-1]) == [1]
     assert (table.key(1), table.digest_of(1), table.epoch_of(1)) == (
         b"another key",
         DIGEST[::-1],
@@ -154,7 +167,7 @@ class Index(RuleBasedStateMachine):
 
     @rule(name=names)
     def add(self, name: tuple[int, bytes]) -> None:
-        if name not in self.model and not self.table.is_full:
+        if name not in self.model and self.table.left:
             self.model[name] = add(self.index, self.table, *name)
 
     @precondition(lambda self: self.model)

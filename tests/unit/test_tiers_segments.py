@@ -231,6 +231,17 @@ class Space(RuleBasedStateMachine):
             assert place(self.space, thing, length)
             self.residents.append(thing)
 
+    @rule(length=st.sampled_from(lengths), count=st.integers(1, 12))
+    def make_much_room(self, length: int, count: int) -> None:
+        """Many at once are those that would go one after the other."""
+        victims = self.space.victims(length, count=count)
+        assert victims or not any(t.stride == self.space.stride(length) for t in self.order)
+        left = list(victims)
+        while left:
+            for victim in self.space.victims(length):
+                left.remove(victim)
+                self.forget(victim)
+
     @invariant()
     def adds_up(self) -> None:
         self.space.check_integrity()

@@ -260,11 +260,20 @@ def test_the_command_names_a_namespace_by_its_first_12_digits(place: Path) -> No
 
 def test_records_without_an_age_do_not_make_the_others_older() -> None:
     table = RecordTable(6)
-    for number, minute in enumerate([0, 500, 0, 300]):
-        row = table.add(7, key_of(number), LENGTH, number, bytes(16), minute)
-        table.state_of[row] = DiskState.WHOLE
-    row = table.add(7, key_of(9), LENGTH, 9, bytes(16), 100)
-    table.state_of[row] = DiskState.LEAVING
+    rows = table.take(5)
+    table.fill(
+        rows,
+        7,
+        [key_of(number) for number in rows],
+        length=LENGTH,
+        offsets=rows,
+        sequences=range(5),
+        digests=[bytes(16)] * 5,
+        minute=0,
+        state=DiskState.WHOLE,
+    )
+    table.minute[rows] = [0, 500, 0, 300, 100]
+    table.state[rows[-1]] = DiskState.LEAVING
     held: dict[int, Held] = {}
     count_rows(table, 0, held)
     assert held == {7: Held(4, 4 * LENGTH, 300, 500)}

@@ -1,0 +1,127 @@
+"""Many puts at once: in small pieces, each key once, whatever their order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ebbtide.testing import SimStore
+from ebbtide.testing.conformance import key_of
+from ebbtide.tiers.bounds import Bounds
+from ebbtide.tiers.digest import record_digest, record_seed
+from ebbtide.tiers.disk_record import Put
+from ebbtide.tiers.disk_writer import PUTS_AT_A_TIME
+from ebbtide.tiers.reasons import Miss
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from ebbtide.tiers.disk import DiskTier
+
+PAGE = 4096
+MANY = 3 * PUTS_AT_A_TIME + 5
+
+
+class Puts:
+    """Puts at a disk tier, and what became of them."""
+
+    def __init__(self, sim: SimStore) -> None:
+        self.sim = sim
+        self.space = sim.namespace()
+        self.ended: Counter[tuple[bytes, Miss | None]] = Counter()
+
+    @property
+    def disk(self) -> DiskTier:
+        assert self.sim.store.disk is not None
+        return self.sim.store.disk
+
+    def put(self, number: int, pages: int = 1, *, epoch: int | None = None) -> Put:
+        key = key_of(number)
+        view = memoryview(key.ljust(pages * PAGE, b"x"))
+        digest = record_digest(view, record_seed(self.space.digest, key))
+
+        def done(failure: Miss | None) -> None:
+            self.ended[key, failure] += 1
+
+        return Put(epoch or self.space.epoch, key, pages * PAGE, digest, view, done)
+
+    def settled(self) -> dict[tuple[bytes, Miss | None], int]:
+        """How each ended, once all have."""
+        self.sim.runtime.run_until(lambda: self.disk.quiet)
+        self.disk.check_integrity()
+        return dict(self.ended)
+
+
+@pytest.fixture
+def puts(tmp_path: Path) -> Iterator[Puts]:
+    bounds = Bounds.for_capacity(8 * PAGE, write_after_s=0.0)
+    slab = 2 * MANY * PAGE
+    with SimStore(1, 8 * PAGE, disk_path=str(tmp_path / "d"), slab_bytes=slab, bounds=bounds) as s:
+        yield Puts(s)
+
+
+def test_many_puts_are_placed_a_few_at_a_time_and_others_come_between(puts: Puts) -> None:
+    seen: list[int] = []
+    puts.disk.put([puts.put(n) for n in range(MANY)])
+    seen.append(puts.disk.records)
+    for delay_s in (0.0, 0.0):
+        puts.sim.runtime.call_later(delay_s, lambda: seen.append(puts.disk.records))
+    ended = puts.settled()
+    assert seen[0] == PUTS_AT_A_TIME
+    assert PUTS_AT_A_TIME <= seen[1] < MANY
+    assert ended == {(key_of(n), None): 1 for n in range(MANY)}
+
+
+def test_a_put_behind_a_pile_does_not_pass_it(puts: Puts) -> None:
+    puts.disk.put([puts.put(n) for n in range(MANY)])
+    puts.disk.put([puts.put(MANY)])
+    assert puts.disk.records == PUTS_AT_A_TIME
+    assert len(puts.settled()) == MANY + 1
+
+
+def test_a_key_that_comes_twice_is_written_once(puts: Puts) -> None:
+    puts.disk.put([puts.put(0)])
+    puts.settled()
+    puts.disk.put([puts.put(n) for n in (1, 0, 2, 1, 2, 0, 3)])
+    assert puts.settled() == {(key_of(n), None): 2 if n < 3 else 1 for n in range(4)} | {
+        (key_of(0), None): 3
+    }
+    assert puts.disk.records == 4
+    assert puts.disk.write_bytes == 4 * PAGE
+
+
+def test_lengths_epochs_and_refusals_in_any_order(puts: Puts) -> None:
+    unknown, huge = 999, puts.disk.space.largest_bytes // PAGE + 1
+    mixed = [
+        puts.put(0),
+        puts.put(1, 3),
+        puts.put(2, epoch=unknown),
+        puts.put(3, 3),
+        puts.put(4, huge),
+        puts.put(5),
+        puts.put(6, epoch=unknown),
+    ]
+    puts.disk.put(mixed)
+    expected = {0: None, 1: None, 2: Miss.RESET, 3: None, 4: Miss.OVER_QUOTA, 5: None}
+    expected[6] = Miss.RESET
+    assert puts.settled() == {(key_of(n), reason): 1 for n, reason in expected.items()}
+
+
+def test_a_tier_that_goes_down_between_two_pieces_fails_the_rest(puts: Puts) -> None:
+    puts.disk.put([puts.put(n) for n in range(MANY)])
+    puts.disk.go_down("pulled out")
+    puts.sim.runtime.settle()
+    assert sum(puts.ended.values()) == MANY
+    assert {reason for _, reason in puts.ended} == {Miss.IO_ERROR}
+
+
+def test_far_more_than_fits_is_written_as_the_coldest_go(puts: Puts) -> None:
+    count = 8 * MANY
+    puts.disk.put([puts.put(n) for n in range(count)])
+    assert puts.settled() == {(key_of(n), None): 1 for n in range(count)}
+    held = set(puts.disk.keys(puts.space.epoch))
+    assert held.isdisjoint(key_of(n) for n in range(count - 3 * MANY))
+    assert puts.disk.evicted == count - len(held)
