@@ -18,7 +18,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ebbtide.bench.arguments import check_directory, check_room
-from ebbtide.bench.disk_load import IN_FLIGHT
+from ebbtide.bench.disk_load import in_flight
 from ebbtide.bench.disk_peers import Files, LmdbValues, diskcache, rocksdb
 from ebbtide.bench.disk_raw import DEPTHS, Raw
 from ebbtide.bench.disk_tier import Tier
@@ -44,7 +44,8 @@ FLOOD_SHARE = 4  # a quarter of the capacity is put while single records are got
 KEPT_SHARE = 0.75  # of the latest records: a tier may evict a little ahead
 TIER_SPARE = 1.25  # of the tier's capacity, for its index and the slots that it evicts ahead
 SPACE_PER_DESIGN = 1.6
-DESIGNS_MAX = 8
+DESIGNS_MAX = 9
+FRESH, FRESH_DEPTH = "raw_unwritten", 8  # the drive, where nothing was written before
 PAGE = 4096
 
 
@@ -116,7 +117,7 @@ class DiskBench:
     def measure(self, record_bytes: int, scratch: str) -> list[Case]:
         """All cases of one record size."""
         records = self._capacity_bytes // record_bytes
-        if records < max(self._pairs * 2, 2 * IN_FLIGHT):
+        if records < max(self._pairs * 2, 2 * in_flight(record_bytes)):
             raise ConfigError(
                 "The capacity holds too few records of this size",
                 next_step="Raise --capacity.",
@@ -124,11 +125,13 @@ class DiskBench:
                 records=records,
             )
         needed = int(
-            (DESIGNS_MAX if self._with_peers else 2) * SPACE_PER_DESIGN * self._capacity_bytes
+            (DESIGNS_MAX if self._with_peers else 3) * SPACE_PER_DESIGN * self._capacity_bytes
         )
         check_room(scratch, needed, "Give a smaller --capacity, or --dir on another drive.")
         with ExitStack() as stack:
             raws, designs = self._open(stack, records, record_bytes, scratch)
+            fresh = Raw(os.path.join(scratch, "fresh"), records, record_bytes, FRESH_DEPTH, FRESH)
+            stack.enter_context(closing(fresh))
             self._explain(record_bytes, designs)
             for raw in raws:  # the ceiling is that of written extents
                 raw.put(range(records))
@@ -136,7 +139,7 @@ class DiskBench:
             name = format_size(record_bytes)
             for number in range(self._pairs):
                 _say(f"{name}: filling, {number + 1} of {self._pairs}")
-                rounds.put("put_fill", number, records // self._pairs)
+                rounds.put("put_fill", number, records // self._pairs, beside=[fresh])
             for number in range(self._pairs):
                 _say(f"{name}: full, {number + 1} of {self._pairs}")
                 rounds.put("put", number, REWRITTEN * records // self._pairs)
@@ -199,8 +202,8 @@ class Rounds:
         self._beside: list[float] = []  # ms
         self._beside_ceilings: list[float] = []
 
-    def put(self, case: str, round_number: int, count: int) -> None:
-        """Everybody stores the same numbers."""
+    def put(self, case: str, round_number: int, count: int, beside: Sequence[Design] = ()) -> None:
+        """Everybody stores the same numbers, and also who has a part in this case alone."""
         numbers = range(self._next, self._next + count)
         self._next += count
 
@@ -208,7 +211,7 @@ class Rounds:
             design.put(numbers)
             return count
 
-        self._measure(case, round_number, count, work)
+        self._measure(case, round_number, count, work, beside)
 
     def get(self, case: str, round_number: int, count: int) -> None:
         """Everybody brings the same numbers, of the latest, from the drive."""
@@ -239,16 +242,21 @@ class Rounds:
                 other.put(numbers)
 
     def _measure(
-        self, case: str, round_number: int, count: int, work: Callable[[Design], int]
+        self,
+        case: str,
+        round_number: int,
+        count: int,
+        work: Callable[[Design], int],
+        beside: Sequence[Design] = (),
     ) -> None:
         best = 0.0
-        for design in rotated([*self._raws, *self._designs], round_number):
+        for design in rotated([*self._raws, *self._designs, *beside], round_number):
             cpu_s, started = time.process_time(), time.perf_counter()
             right = work(design)
             seconds = time.perf_counter() - started
             rate = count * self._record_bytes / seconds / MB
             measured = Measured(rate, time.process_time() - cpu_s, right - count)
-            if isinstance(design, Raw):
+            if design in self._raws:
                 best = max(best, rate)
             else:
                 self._found.setdefault((case, design.name), []).append(measured)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-IN_FLIGHT = 32  # buffers: two batches of 16, for every design alike
-BATCH = 16
+IN_FLIGHT_MIN = 32  # records
+IN_FLIGHT_BYTES = 16 << 20
 STAMP_BYTES = 8
 
 
@@ -53,33 +53,37 @@ class Design(Protocol):
     def close(self) -> None: ...
 
 
+def in_flight(record_bytes: int) -> int:
+    """Records that a design has in memory at a time, every design alike: two batches."""
+    return max(IN_FLIGHT_MIN, IN_FLIGHT_BYTES // record_bytes)
+
+
 class Buffers:
-    """`IN_FLIGHT` records in memory, page aligned. Record `n` uses buffer `n % IN_FLIGHT`."""
+    """`in_flight` records in memory, page aligned. Record `n` uses buffer `n % in_flight`."""
 
     def __init__(self, record_bytes: int) -> None:
         self.record_bytes = record_bytes
-        self.memory = mmap.mmap(-1, IN_FLIGHT * record_bytes)
+        self._count = count = in_flight(record_bytes)
+        self.memory = mmap.mmap(-1, count * record_bytes)
         self._whole = memoryview(self.memory)
-        self._whole[:] = os.urandom(record_bytes) * IN_FLIGHT
-        self.views = [
-            self._whole[n * record_bytes : (n + 1) * record_bytes] for n in range(IN_FLIGHT)
-        ]
+        self._whole[:] = os.urandom(record_bytes) * count
+        self.views = [self._whole[n * record_bytes : (n + 1) * record_bytes] for n in range(count)]
 
     def filled(self, number: int) -> memoryview:
         """The record, to be written."""
-        view = self.views[number % IN_FLIGHT]
+        view = self.views[number % self._count]
         view[:STAMP_BYTES] = number.to_bytes(STAMP_BYTES, "little")
         return view
 
     def emptied(self, position: int) -> memoryview:
         """Room for a record to be read, as the `position`-th of a series."""
-        view = self.views[position % IN_FLIGHT]
+        view = self.views[position % self._count]
         view[:STAMP_BYTES] = b"\xff" * STAMP_BYTES
         return view
 
     def holds(self, position: int, number: int) -> bool:
         """Whether the record that was read there is the right one."""
-        return self.views[position % IN_FLIGHT][:STAMP_BYTES] == number.to_bytes(
+        return self.views[position % self._count][:STAMP_BYTES] == number.to_bytes(
             STAMP_BYTES, "little"
         )
 
@@ -90,6 +94,7 @@ class Buffers:
         self.memory.close()
 
 
-def batches(numbers: Sequence[int], size: int = BATCH) -> list[Sequence[int]]:
-    """In order, so many at a time."""
+def batches(numbers: Sequence[int], record_bytes: int) -> list[Sequence[int]]:
+    """In order, half of what is in flight at a time."""
+    size = in_flight(record_bytes) // 2
     return [numbers[start : start + size] for start in range(0, len(numbers), size)]

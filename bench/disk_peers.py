@@ -109,7 +109,7 @@ class LmdbValues:
         self._path = path
 
     def put(self, numbers: Sequence[int]) -> None:
-        for batch in batches(numbers):
+        for batch in batches(numbers, self._buffers.record_bytes):
             with self._env.begin(write=True) as txn:
                 for number in batch:
                     txn.put(_key(number), self._buffers.filled(number))
@@ -119,7 +119,7 @@ class LmdbValues:
 
     def get(self, numbers: Sequence[int]) -> int:
         right = 0
-        for batch in batches(numbers):
+        for batch in batches(numbers, self._buffers.record_bytes):
             with self._env.begin(buffers=True) as txn:
                 for lane, number in enumerate(batch):
                     value = txn.get(_key(number))

@@ -13,7 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from ebbtide.bench.disk_load import IN_FLIGHT, Buffers, Guarantees
+from ebbtide.bench.disk_load import IN_FLIGHT_MIN, Buffers, Guarantees
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +26,10 @@ class Raw:
 
     guarantees = Guarantees(synced=True, checksummed=False)
 
-    def __init__(self, path: str, records: int, record_bytes: int, depth: int) -> None:
-        self.name = f"raw{depth}"
+    def __init__(
+        self, path: str, records: int, record_bytes: int, depth: int, name: str = "raw"
+    ) -> None:
+        self.name = f"{name}{depth}"
         self._records = records
         self._depth = depth
         self._buffers = Buffers(record_bytes)
@@ -82,7 +84,7 @@ class Raw:
         self._buffers.close()
 
     def _run(self, work: Callable[[int], None]) -> None:
-        assert self._depth <= IN_FLIGHT
+        assert self._depth <= IN_FLIGHT_MIN
         list(self._pool.map(work, range(self._depth)))
 
     def _offset(self, number: int) -> int:

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from ebbtide.bench.disk_load import BATCH, IN_FLIGHT, Buffers, Guarantees, batches
+from ebbtide.bench.disk_load import Buffers, Guarantees, batches
 from ebbtide.errors import EbbtideError
 from ebbtide.tiers.digest import record_digest, record_seed
 from ebbtide.tiers.disk_record import Get, Put
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 EPOCH = 1
 NAMESPACE = StoredNamespace(bytes(32), EPOCH, [["bench", "disk"]])
 WAIT_S = 0.05
-BATCHES_IN_FLIGHT = IN_FLIGHT // BATCH
+BATCHES_IN_FLIGHT = 2
 
 
 class Tier:
@@ -44,7 +44,7 @@ class Tier:
         self.failed = 0
 
     def put(self, numbers: Sequence[int]) -> None:
-        for batch in batches(numbers):
+        for batch in batches(numbers, self._record_bytes):
             left = self._begin(len(batch))
             self.tier.put([self._put_of(number, left) for number in batch])
         self._until_all_ended()
@@ -56,7 +56,7 @@ class Tier:
 
     def get(self, numbers: Sequence[int]) -> int:
         right = position = 0
-        for batch in batches(numbers):
+        for batch in batches(numbers, self._record_bytes):
             left = self._begin(len(batch))
             wanted: dict[int, int] = {}  # position -> number
             gets = []

@@ -14,6 +14,7 @@ from ebbtide.tiers.digest import record_digest, record_seed
 from ebbtide.tiers.disk_record import Put
 from ebbtide.tiers.disk_writer import PUTS_AT_A_TIME
 from ebbtide.tiers.reasons import Miss
+from ebbtide.tiers.runtime import WRITE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,6 +76,15 @@ def test_many_puts_are_placed_a_few_at_a_time_and_others_come_between(puts: Puts
     assert ended == {(key_of(n), None): 1 for n in range(MANY)}
 
 
+def test_the_next_piece_waits_for_no_write(puts: Puts) -> None:
+    puts.sim.runtime.hold(WRITE)
+    puts.disk.put([puts.put(n) for n in range(MANY)])
+    puts.sim.runtime.run_until(lambda: puts.disk.records == MANY)
+    assert not puts.ended
+    puts.sim.runtime.let_go(WRITE)
+    assert len(puts.settled()) == MANY
+
+
 def test_a_put_behind_a_pile_does_not_pass_it(puts: Puts) -> None:
     puts.disk.put([puts.put(n) for n in range(MANY)])
     puts.disk.put([puts.put(MANY)])
@@ -89,8 +99,9 @@ def test_a_key_that_comes_twice_is_written_once(puts: Puts) -> None:
     assert puts.settled() == {(key_of(n), None): 2 if n < 3 else 1 for n in range(4)} | {
         (key_of(0), None): 3
     }
-    assert puts.disk.records == 4
     assert puts.disk.write_bytes == 4 * PAGE
+    written = sorted(puts.disk.index.records_of(puts.space.epoch), key=lambda r: r.sequence)
+    assert [record.key for record in written] == [key_of(n) for n in range(4)]
 
 
 def test_lengths_epochs_and_refusals_in_any_order(puts: Puts) -> None:

@@ -162,6 +162,20 @@ def test_a_size_that_goes_cold_over_all_gives_its_segments_up() -> None:
     assert space.victims(2 * MIB, anything) == warm[:1]
 
 
+def test_many_of_a_size_go_up_to_where_another_size_is_colder() -> None:
+    space = SegmentSpace[Thing](12 * MIB)
+    coldest, other, rest = fill(space, MIB, 3), fill(space, 2 * MIB, 2), fill(space, MIB, 5)
+    assert space.victims(MIB, count=8) == coldest
+    assert space.victims(MIB, count=2) == coldest[:2]
+    for thing in coldest:
+        space.hide(thing.offset)
+    assert set(space.victims(MIB, count=8)) == set(other)
+    for thing in other:
+        remove(space, thing)
+    assert space.victims(MIB, count=3) == rest[:3]
+    assert space.victims(MIB, count=8) == rest
+
+
 class Space(RuleBasedStateMachine):
     """A small space against a plain model: who is where, who is coldest."""
 
@@ -177,6 +191,16 @@ class Space(RuleBasedStateMachine):
     def place(self, length: int) -> None:
         thing = Thing()
         if place(self.space, thing, length):
+            self.residents.append(thing)
+
+    @rule(length=st.sampled_from(lengths), count=st.integers(2, 20))
+    def place_many(self, length: int, count: int) -> None:
+        things = [Thing() for _ in range(count)]
+        offsets = self.space.place_many(things, length)
+        if len(offsets) < count:
+            assert not place(self.space, Thing(), length)
+        for thing, offset in zip(things, offsets, strict=False):
+            thing.length, thing.offset, thing.stride = length, offset, self.space.stride(length)
             self.residents.append(thing)
 
     def some(self, data: st.DataObject) -> Thing:
