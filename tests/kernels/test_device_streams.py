@@ -211,7 +211,7 @@ def test_another_arena_takes_the_place_of_the_first(rig: Rig, arena: Arena) -> N
     other.close()
 
 
-def test_memory_that_may_not_be_locked_costs_time_alone(
+def test_p70_memory_that_may_not_be_locked_costs_time_alone(
     stand_in: StandIn, arena: Arena, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig = Rig(stand_in, stand_in.driver(lockable_bytes=4096))

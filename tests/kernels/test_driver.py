@@ -190,7 +190,7 @@ def test_an_arena_is_registered_in_pieces_and_given_back(stand_in: StandIn) -> N
     assert stand_in.registered == 0
 
 
-def test_memory_that_may_not_be_locked_is_an_error_that_says_so(stand_in: StandIn) -> None:
+def test_p70_memory_that_may_not_be_locked_is_an_error_that_says_so(stand_in: StandIn) -> None:
     driver, arena = stand_in.driver(lockable_bytes=5 * PAGE), buffer(7)
     with pytest.raises(TierUnavailableError, match="ulimit -l unlimited") as caught:
         Registration(driver, arena.ctypes.data, arena.nbytes, piece_bytes=3 * PAGE)

@@ -243,7 +243,7 @@ def test_a_start_on_a_full_file_system_keeps_what_was_committed(any_mount: Mount
         rig.check_durable()
 
 
-def test_a_file_system_that_turns_read_only_takes_the_tier_down_and_loses_nothing(
+def test_p75_a_file_system_that_turns_read_only_takes_the_tier_down_and_loses_nothing(
     ext4: Mount,
 ) -> None:
     """As the kernel does after an error. It does not take that back before it is mounted anew."""
@@ -267,7 +267,7 @@ def test_a_file_system_that_turns_read_only_takes_the_tier_down_and_loses_nothin
         rig.check_durable()
 
 
-def test_a_file_system_that_freezes_is_put_out_of_service_until_it_thaws(
+def test_p75_a_file_system_that_freezes_is_put_out_of_service_until_it_thaws(
     ext4: Mount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Real threads hang in real writes."""

@@ -159,7 +159,7 @@ def restored(outputs: Sequence[RequestOutput]) -> int:
     return sum(output.sources.memory + output.sources.disk for output in outputs)
 
 
-def test_a_killed_store_costs_hits_and_a_new_one_is_used_again(
+def test_p76_a_killed_store_costs_hits_and_a_new_one_is_used_again(
     attached: Attached, reference: Reference
 ) -> None:
     prompts = [tokens(300, seed=number) for number in range(10)]

@@ -75,7 +75,7 @@ def _mapped_arenas() -> int:
     return len({line.split()[4] for line in maps if "memfd:ebbtide-arena" in line})
 
 
-def test_a_killed_store_is_a_miss_and_its_successor_is_found(house: House) -> None:
+def test_p76_a_killed_store_is_a_miss_and_its_successor_is_found(house: House) -> None:
     store = house.start()
     before = _mapped_arenas()
     client = house.client(arena=True)
@@ -132,7 +132,7 @@ def test_a_stopped_store_stops_no_client(house: House) -> None:
     assert watch.slowest_s < BLOCKED_S_MAX
 
 
-def test_two_halves_of_one_engine_find_the_successor_both(house: House) -> None:
+def test_p76_two_halves_of_one_engine_find_the_successor_both(house: House) -> None:
     store = house.start()
     engine = os.urandom(16)
     control, data = house.client(engine), house.client(engine, arena=True)

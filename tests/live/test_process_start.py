@@ -181,7 +181,7 @@ def test_serve_without_a_socket_says_what_to_set(house: House) -> None:
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o077])
-def test_the_socket_is_private_whatever_the_umask(house: House, umask: int) -> None:
+def test_p80_p81_the_socket_is_private_whatever_the_umask(house: House, umask: int) -> None:
     house.socket = str(house.directory / "new" / "s")
     previous = os.umask(umask)
     try:
@@ -193,7 +193,7 @@ def test_the_socket_is_private_whatever_the_umask(house: House, umask: int) -> N
     assert stat.S_IMODE(os.stat(house.socket + ".lock").st_mode) == 0o600
 
 
-def test_a_store_listens_on_no_network_port(house: House) -> None:
+def test_p80_a_store_listens_on_no_network_port(house: House) -> None:
     store = house.start()
     house.client()
     inodes = set()
@@ -210,7 +210,7 @@ def test_a_store_listens_on_no_network_port(house: House) -> None:
 # -- ending ---------------------------------------------------------------------------------------
 
 
-def test_a_stop_drains_and_the_records_are_found_again(house: House) -> None:
+def test_p64_a_stop_drains_and_the_records_are_found_again(house: House) -> None:
     store = house.start(disk=True)
     engine = house.engine()
     assert engine.do("put 0 40") == "40"
@@ -239,7 +239,7 @@ def _stuck(house: House, drain_timeout: str) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_ends_a_drain_that_hangs(house: House, number: signal.Signals) -> None:
+def test_p78_a_second_signal_ends_a_drain_that_hangs(house: House, number: signal.Signals) -> None:
     store = _stuck(house, "60s")
     time.sleep(0.2)
     assert store.poll() is None
@@ -250,7 +250,7 @@ def test_a_second_signal_ends_a_drain_that_hangs(house: House, number: signal.Si
     assert not os.path.exists(house.socket)
 
 
-def test_a_drain_that_hangs_ends_with_its_timeout(house: House) -> None:
+def test_p78_a_drain_that_hangs_ends_with_its_timeout(house: House) -> None:
     store = _stuck(house, "200ms")
     begun = time.monotonic()
     assert store.wait(PATIENCE_S) == 1
@@ -258,7 +258,7 @@ def test_a_drain_that_hangs_ends_with_its_timeout(house: House) -> None:
     assert "without having written everything" in house.log_text()
 
 
-def test_a_successor_waits_for_the_drain_of_its_predecessor(house: House) -> None:
+def test_p72_a_successor_waits_for_the_drain_of_its_predecessor(house: House) -> None:
     store = house.start(disk=True)
     house.engine().do("put 0 40")
     store.terminate()
@@ -276,7 +276,7 @@ def test_a_store_waits_for_a_socket_whose_owner_no_longer_answers(house: House) 
     assert house.client().connected
 
 
-def test_20_kills_hinder_no_start_and_leave_no_shared_memory(house: House) -> None:
+def test_p72_20_kills_hinder_no_start_and_leave_no_shared_memory(house: House) -> None:
     before = set(os.listdir("/dev/shm"))
     for number in range(RESTARTS):
         store = house.start(disk=number % 2 == 0)

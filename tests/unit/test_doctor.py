@@ -317,7 +317,7 @@ def no_facts() -> int:
     raise OSError("nothing can be read")
 
 
-def test_memory_against_what_can_be_had() -> None:
+def test_p70_memory_against_what_can_be_had() -> None:
     memory = configured(memory="1GiB").memory
     assert doctor_checks.check_memory(memory, lambda: GIB).verdict is OK
     finding = doctor_checks.check_memory(memory, lambda: GIB - 1)
@@ -328,7 +328,7 @@ def test_memory_against_what_can_be_had() -> None:
     assert doctor_checks.check_memory(configured(memory="4096TiB").memory).verdict is PROBLEM
 
 
-def test_the_limit_of_locked_memory() -> None:
+def test_p70_the_limit_of_locked_memory() -> None:
     memory = configured(memory="1GiB").memory
     assert doctor_checks.check_memory_lock(memory, -1) == doctor_checks.ok(
         "locked memory", "no limit"
@@ -439,7 +439,7 @@ def test_room_on_the_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
-def test_a_file_system_without_direct_io(
+def test_p75_a_file_system_without_direct_io(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = fcntl.fcntl

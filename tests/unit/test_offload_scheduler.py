@@ -60,7 +60,7 @@ def test_p27_only_whole_blocks_are_reported(hit_tokens: int, expected: int, loca
     assert bench.half.matched_tokens("r", local) == max(0, expected - local)
 
 
-def test_a_hit_ends_at_the_first_block_that_nobody_holds() -> None:
+def test_p21_a_hit_ends_at_the_first_block_that_nobody_holds() -> None:
     bench = Bench()
     bench.arrive("r", 16 * 8 + 1)
     bench.held([M, M, D, Miss.EVICTED, M, D, M, M])
