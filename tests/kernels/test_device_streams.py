@@ -221,8 +221,14 @@ def test_p70_memory_that_may_not_be_locked_costs_time_alone(
         rig.submit(arena, [3], "down")
         rig.ends()
     (line,) = caplog.messages
-    assert "memlock" in line
+    for words in ("memory.capacity 256KiB", "pinned=false", "system RAM", "ulimit -l unlimited"):
+        assert words in line
+    assert stand_in.registered == 0
     assert torch.equal(rig.record(arena, 2), rig.pages.record(2))
+    right = rig.pages.record(2)
+    rig.submit(arena, [2], "up", up=True)
+    assert rig.ends() == [CopyEnd("up", True, None)]
+    assert torch.equal(rig.pages.record(2), right)
     assert stand_in.copies == 0
     rig.close()
 

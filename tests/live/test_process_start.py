@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import stat
 import subprocess
@@ -175,6 +176,19 @@ def test_serve_without_a_socket_says_what_to_set(house: House) -> None:
     assert ended.returncode == 2
     assert "socket =" in ended.stderr
     assert ended.stderr.count("\n") == 1
+
+
+def test_p70_a_store_that_may_lock_no_memory_starts_and_works(house: House) -> None:
+    before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (64 << 10, before[1]))
+    try:
+        store = house.start()
+        engine = house.engine()
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
+    assert resource.prlimit(store.pid, resource.RLIMIT_MEMLOCK)[0] == 64 << 10
+    assert engine.do("put 0 40") == "40"
+    assert engine.do("load 0 40") == "40 0 0"
 
 
 # -- closed by default ----------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -338,6 +339,23 @@ def test_p70_the_limit_of_locked_memory() -> None:
     assert finding.verdict is WARNING
     assert "8MiB" in finding.found
     assert "CUDA" in finding.found
+
+
+def test_p70_a_container_that_may_lock_64_kib_is_told_so_before_a_start(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Asked for, allowed, of which memory, and what to change. A start never dies of it."""
+    before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (64 << 10, before[1]))
+    try:
+        code, found = doctor(capsys, "--extra", '{"memory": {"capacity": "16MiB"}}')
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
+    row = found["locked memory"]
+    assert (code, row["verdict"]) == (0, "warning")
+    assert "limit is 64KiB, below memory.capacity with 16MiB of system RAM" in row["found"]
+    assert "ulimit -l unlimited" in row["next_step"]
+    assert "memory.capacity" in row["next_step"]
 
 
 def test_shared_memory(tmp_path: Path) -> None:
