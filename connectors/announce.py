@@ -89,8 +89,9 @@ def describe_store(config: Config, disk: OpenDisk | None, url: str | None = None
         [
             *words,
             f"disk {format_size(disk.tier.space.capacity_bytes)} in {disk.directory.path}",
-            "direct I/O" if disk.direct else "buffered I/O",
+            "direct I/O" if disk.direct else "no direct I/O there: buffered, cache dropped behind",
             f"{disk.tier.records} records found",
             f"last stop {'clean' if disk.was_clean else 'not clean'}",
+            *([f"OUT OF SERVICE: {disk.tier.down}"] if disk.tier.down else []),
         ]
     )
