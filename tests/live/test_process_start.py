@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.live.conftest import PATIENCE_S, PROGRAMS, eventually
+from tests.live.programs.engine import RECORD_BYTES
 
 from ebbtide.connectors import protocol as wire
 from ebbtide.connectors.client import SocketClient, ask
 from ebbtide.connectors.endpoint import Endpoint, answers
 from ebbtide.connectors.process import ensure_store, start_store
 from ebbtide.errors import ConfigError, TierUnavailableError
+from ebbtide.sizes import parse_size
 
 if TYPE_CHECKING:
     from tests.live.conftest import House
@@ -270,6 +272,35 @@ def test_p78_a_drain_that_hangs_ends_with_its_timeout(house: House) -> None:
     assert store.wait(PATIENCE_S) == 1
     assert time.monotonic() - begun < 3.0
     assert "without having written everything" in house.log_text()
+
+
+def test_p67_p78_a_stop_on_a_slow_disk_ends_in_time_and_says_what_it_lost(house: House) -> None:
+    """What was stored first is written first, so that what is kept can be used."""
+    limits = {"drain_timeout": "400ms", "write_queue": "1MiB"}
+    settings = {**house.settings(disk=True), "limits": limits}
+    program = [sys.executable, "-P", str(PROGRAMS / "slow_store.py")]
+    with house.log.open("ab") as log:
+        store = subprocess.Popen(
+            [*program, "--extra", json.dumps(settings)],
+            stderr=log,
+            env={**os.environ, "EBBTIDE_LOG": "warning"},
+        )
+    house.adopt(store)
+    eventually(lambda: answers(house.socket))
+    assert house.engine().do("put 0 60") == "60"
+    begun = time.monotonic()
+    assert _stop(store) == 1
+    assert time.monotonic() - begun < 3.0
+    dirty, lost = (
+        parse_size(found)
+        for found in re.findall(r"(?:stopping|everything): (\S+) (?:that|are)", house.log_text())
+    )
+    house.start(disk=True)
+    kept = _held(house)
+    assert 0 < kept < 60
+    assert 0 < lost < dirty
+    assert lost == (60 - kept) * RECORD_BYTES
+    assert house.engine().do(f"load 0 {kept}") == f"{kept} 0 0"
 
 
 def test_p72_a_successor_waits_for_the_drain_of_its_predecessor(house: House) -> None:
