@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ebbtide.errors import ConfigError
 from ebbtide.testing import RecordingSink, SimStore
 from ebbtide.testing.conformance import key_of
 from ebbtide.tiers.ghosts import Ghosts
@@ -134,6 +135,29 @@ def test_p68_keys_that_are_held_or_being_put_do_not_stop_the_rest(sim: SimStore)
     assert reason is None
     assert [number for number, grant in enumerate(grants) if not grant.sequence] == [4, 7]
     assert sim.fill(space, keys_of(*range(10)), grants, PAGE, ONE) == bytes(10)
+
+
+def test_p68_each_key_of_a_batch_has_an_outcome_of_its_own_and_may_come_again(
+    tiered: SimStore,
+) -> None:
+    space, batch = tiered.namespace(), keys_of(*range(9))
+    tiered.put(space, keys_of(4), PAGE)
+    in_flight, _ = tiered.store.reserve(TWO, space, keys_of(7), PAGE)
+    with pytest.raises(ConfigError, match="does not fit"):  # the ninth, of another size
+        tiered.store.reserve(ONE, space, keys_of(9), 17 * PAGE)
+    grants, _ = tiered.store.reserve(ONE, space, batch, PAGE)
+    assert tiered.fill(space, batch, grants, PAGE, ONE) == bytes(9)
+    states = tiered.store.lookup(space, keys_of(*range(10)))
+    expected = [Place.MEMORY] * 7 + [Place.PENDING, Place.MEMORY, Miss.NEVER_SEEN]
+    assert list(states) == expected
+    assert tiered.drain()
+    assert tiered.store.disk is not None
+    assert set(tiered.store.disk.keys(space.epoch)) == set(batch) - set(keys_of(7))
+    # Whoever had it gives it up, and what was too large comes in a size that fits.
+    tiered.store.abort(TWO, [grant.sequence for grant in in_flight])
+    assert tiered.put(space, keys_of(7, 9), PAGE) == bytes(2)
+    assert tiered.drain()
+    assert set(tiered.store.disk.keys(space.epoch)) == set(keys_of(*range(10)))
 
 
 def test_a_key_named_twice_in_one_reserve_is_granted_once(sim: SimStore) -> None:
