@@ -345,7 +345,7 @@ def test_a_full_backlog_counts_as_an_answer_and_a_dead_socket_does_not(tmp_path:
     assert not answers(path)
 
 
-def test_an_endpoint_has_one_owner_and_a_new_one_after_it(tmp_path: Path) -> None:
+def test_p72_an_endpoint_has_one_owner_and_a_new_one_after_it(tmp_path: Path) -> None:
     path = str(tmp_path / "deep" / "s")
     endpoint = Endpoint(path, wait_s=0.0)
     listener = endpoint.listen()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import lmdb
 import pytest
 from tests.disk_rig import EPOCH, PAGE, DiskRig, StoreOnFiles
 
@@ -14,6 +15,7 @@ from ebbtide.testing.conformance import key_of
 from ebbtide.tiers import directory
 from ebbtide.tiers.bounds import Bounds
 from ebbtide.tiers.fsck import check_directory
+from ebbtide.tiers.index import RECORD
 from ebbtide.tiers.reasons import Miss, Place
 
 if TYPE_CHECKING:
@@ -121,3 +123,40 @@ def test_p60_what_is_said_to_be_used_is_what_a_recount_finds_after_a_smaller_lim
     report = check_directory(str(place))
     assert report.is_sound
     assert report.records == len(held)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("length", 0),
+        ("length", 2**32 - 1),
+        ("length", LENGTH + 1),
+        ("offset", 1),
+        ("offset", 1 << 40),
+        ("offset", 2**64 - 1),
+    ],
+)
+def test_p81_a_length_or_a_place_that_cannot_be_never_reaches_a_copy(
+    field: str, value: int, tmp_path: Path
+) -> None:
+    """Whoever can write the index names no bytes but those that were stored under the key."""
+    place, keys = tmp_path / "disk", [key_of(n) for n in range(4)]
+    how: dict[str, Any] = {"disk_path": str(place), "slab_bytes": 64 * PAGE}
+    with StoreOnFiles(1, 64 * PAGE, **how) as sim:
+        sim.put(sim.namespace(), keys, LENGTH)
+        assert sim.drain()
+    with lmdb.open(str(place / "index"), max_dbs=4) as env:
+        records = env.open_db(b"records")
+        with env.begin(write=True, db=records) as txn:
+            (name,) = [bytes(name) for name, _ in txn.cursor() if bytes(name).endswith(keys[1])]
+            fields = list(RECORD.unpack(txn.get(name) or b""))
+            fields[3 if field == "length" else 4] = value
+            txn.put(name, RECORD.pack(*fields))
+    with StoreOnFiles(1, 64 * PAGE, **how) as sim:
+        space = sim.namespace()
+        found = sim.get(space, keys)
+        right = [sim.content(space, key, LENGTH) for key in keys]
+        assert isinstance(found[1], Miss)
+        assert [found[n] for n in (0, 2, 3)] == [right[n] for n in (0, 2, 3)]
+        assert sim.store.disk is not None
+        assert sim.store.disk.down is None

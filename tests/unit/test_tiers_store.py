@@ -275,7 +275,7 @@ def test_p95_a_put_writes_only_what_no_tier_has(tiered: SimStore) -> None:
 # -- looking at it, ending it ---------------------------------------------------------------------
 
 
-def test_counters_add_up(tiered: SimStore) -> None:
+def test_p84_counters_add_up_and_bytes_are_records_times_their_size(tiered: SimStore) -> None:
     space = tiered.namespace()
     for number in range(40):
         tiered.put(space, keys_of(number), PAGE)
@@ -287,6 +287,8 @@ def test_counters_add_up(tiered: SimStore) -> None:
     assert counts["stored"] + counts["promoted"] - counts["memory_evicted"] == memory.records
     report: Any = tiered.store.stats()
     assert report["disk"]["write_bytes"] == report["disk"]["demoted_bytes"] == 40 * PAGE
+    assert counts["stored_bytes"] == counts["granted_bytes"] == 40 * PAGE
+    assert 0 < report["disk"]["read_bytes"] == counts["promoted_bytes"] == counts["promoted"] * PAGE
     assert report["memory"]["used_bytes"] == memory.records * PAGE
     assert report["loads"] == 0
 
