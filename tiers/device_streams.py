@@ -198,6 +198,7 @@ class StreamCopies(DeviceCopies):
                         format_size(size),
                         str(error),
                     )
+                self.pinned = mapped.registration is not None
             return mapped.registration
 
 
