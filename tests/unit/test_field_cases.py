@@ -31,7 +31,7 @@ def rows() -> list[tuple[str, str, str]]:
     return found
 
 
-def tests_in_the_tree() -> dict[str, set[str]]:
+def defined_in_the_tree() -> dict[str, set[str]]:
     """By case."""
     found = defaultdict(set)
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
@@ -54,4 +54,4 @@ def test_every_case_has_tests_or_a_reason() -> None:
 
 def test_the_document_and_the_tests_name_each_other() -> None:
     listed = {case: {name[0] for name in NAMED.finditer(shown)} for case, _, shown in rows()}
-    assert {case: names for case, names in listed.items() if names} == tests_in_the_tree()
+    assert {case: names for case, names in listed.items() if names} == defined_in_the_tree()
