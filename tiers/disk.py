@@ -47,6 +47,9 @@ _log = logging.getLogger("ebbtide.tiers.disk")
 
 RESET_PIECE = 64  # records: a millisecond or two
 TRIM_PIECE = 64
+WRITE_PIECE_BYTES = (
+    4 << 20
+)  # of a batch; a drive as slow as 20 MB/s takes it in a fifth of a second
 QUARANTINE_SHARE = 16  # of the slab; a drive with more bad slots is out of service
 SPARE_SHARE = 16  # slots worth a sixteenth of the slab are evicted ahead, so that puts rarely wait
 
@@ -285,9 +288,20 @@ class DiskTier:
         self.on_evict(epoch, key, sake, why)
         self._leave(row, epoch, key)
 
-    def _write(self, placed: list[tuple[Put, int]]) -> None:
-        if not placed:
-            return
+    def _write(self, placed: Sequence[tuple[Put, int]]) -> None:
+        """In pieces, in order: what a slow drive has taken counts before the rest is there."""
+        piece: list[tuple[Put, int]] = []
+        size_bytes = 0
+        for one in placed:
+            piece.append(one)
+            size_bytes += len(one[0].view)
+            if size_bytes >= WRITE_PIECE_BYTES:
+                self._write_piece(piece)
+                piece, size_bytes = [], 0
+        if piece:
+            self._write_piece(piece)
+
+    def _write_piece(self, placed: Sequence[tuple[Put, int]]) -> None:
         offset_of = self.index.table.offset_of
         runs, members = merge([(offset_of[row], put.view) for put, row in placed])
         self.start(
@@ -299,7 +313,7 @@ class DiskTier:
 
     def _written(
         self,
-        placed: list[tuple[Put, int]],
+        placed: Sequence[tuple[Put, int]],
         members: list[list[int]],
         outcomes: list[BaseException | None],
     ) -> None:

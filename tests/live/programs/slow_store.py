@@ -1,4 +1,4 @@
-"""`ebbtide serve` on a slow disk: each write takes a tenth of a second longer."""
+"""`ebbtide serve` on a slow disk: each write takes a fifth of a second longer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _write = SlabFile.write
 
 
 def _write_slowly(self: SlabFile, offset: int, views: Sequence[memoryview]) -> None:
-    time.sleep(0.1)
+    time.sleep(0.2)
     _write(self, offset, views)
 
 
