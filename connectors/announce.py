@@ -36,19 +36,25 @@ class Announcer:
         self._tell_starter("ready")
         self._notify("READY=1", f"STATUS={words}")
 
-    def stopping(self, drain_timeout_s: float) -> None:
+    def stopping(self, drain_timeout_s: float, unwritten_bytes: int) -> None:
         """It accepts none any more and writes what only memory holds."""
-        self._say(f"stopping: what only memory holds is written, for up to {drain_timeout_s:g} s")
+        self._say(
+            f"stopping: {format_size(unwritten_bytes)} that only memory holds are written, "
+            f"for up to {drain_timeout_s:g} s"
+        )
         # The configuration says how long a stop takes; the unit need not say it again.
         limit_us = int((drain_timeout_s + EXTEND_GRACE_S) * 1e6)
         self._notify("STOPPING=1", f"EXTEND_TIMEOUT_USEC={limit_us}", "STATUS=draining")
 
-    def stopped(self, clean: bool) -> None:
-        """The drain has ended."""
+    def stopped(self, clean: bool, unwritten_bytes: int) -> None:
+        """The drain has ended. `unwritten_bytes`: what goes with the process."""
         if clean:
             self._say("stopped: everything is written")
         else:
-            _log.warning("the store ends without having written everything")
+            _log.warning(
+                "the store ends without having written everything: %s are lost",
+                format_size(unwritten_bytes),
+            )
 
     def refused(self, error: EbbtideError) -> None:
         """The store will not start, or failed. The command line prints why."""
@@ -89,8 +95,9 @@ def describe_store(config: Config, disk: OpenDisk | None, url: str | None = None
         [
             *words,
             f"disk {format_size(disk.tier.space.capacity_bytes)} in {disk.directory.path}",
-            "direct I/O" if disk.direct else "buffered I/O",
+            "direct I/O" if disk.direct else "no direct I/O there: buffered, cache dropped behind",
             f"{disk.tier.records} records found",
             f"last stop {'clean' if disk.was_clean else 'not clean'}",
+            *([f"OUT OF SERVICE: {disk.tier.down}"] if disk.tier.down else []),
         ]
     )

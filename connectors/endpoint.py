@@ -39,6 +39,7 @@ class Endpoint:
         own there, or when another store serves it. `group`: whose members may open the socket.
         """
         self.path = path
+        self._mine: tuple[int, ...] | None = None  # what `listen` has put there
         self._gid = None if group is None else _group_id(group)
         if len(os.fsencode(path)) > SOCKET_PATH_MAX:
             raise ConfigError(
@@ -108,6 +109,7 @@ class Endpoint:
                 listener.bind(self.path)
             finally:
                 os.umask(previous)
+            self._mine = _identity(self.path)
             self._admit_group(self.path, 0o660)
             listener.listen(BACKLOG)
         except OSError as error:
@@ -119,9 +121,12 @@ class Endpoint:
         return listener
 
     def close(self) -> None:
-        """Give the path up."""
-        with contextlib.suppress(OSError, ConfigError):
-            self._unlink()
+        """Give the path up. Where the directory was emptied meanwhile, a successor's socket may be
+        there by now, which is left alone.
+        """
+        with contextlib.suppress(OSError):
+            if _identity(self.path) == self._mine:
+                os.unlink(self.path)
         os.close(self._lock_fd)
 
     def _unlink(self) -> None:
@@ -156,6 +161,12 @@ def check_socket_directory(directory: str) -> None:
             directory=directory,
             mode=oct(stat.S_IMODE(found.st_mode)),
         )
+
+
+def _identity(path: str) -> tuple[int, ...]:
+    """Of the file itself. A number alone may be used again as soon as its file is gone."""
+    found = os.lstat(path)
+    return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
 def _group_id(group: str) -> int:

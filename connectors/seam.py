@@ -101,6 +101,7 @@ class WorkerReport:
         default_factory=dict
     )  # "device_to_memory", "memory_to_device"
     faults: int = 0  # of the worker half's hooks, since the last report
+    pinned: bool | None = None  # copies go through locked memory; None: no GPU, or no copy yet
 
 
 class SchedulerHalf(Protocol):

@@ -57,11 +57,13 @@ def run(args: argparse.Namespace) -> int:
             http = None if config.http is None else _bind_http(config.http)
             if http is not None:
                 last.callback(http.close)
-            clean = asyncio.run(_serve(config, endpoint, http, announcer, private=args.private))
+            clean, unwritten_bytes = asyncio.run(
+                _serve(config, endpoint, http, announcer, private=args.private)
+            )
     except EbbtideError as error:
         announcer.refused(error)
         raise
-    announcer.stopped(clean)
+    announcer.stopped(clean, unwritten_bytes)
     if not clean:
         # I/O threads may hang on a device; to wait for them is to hang too. What is on disk is
         # whole at any moment, so to leave now costs only what was not yet written.
@@ -77,7 +79,8 @@ async def _serve(
     announcer: Announcer,
     *,
     private: bool,
-) -> bool:
+) -> tuple[bool, int]:
+    """Whether all was written, and the bytes that were not."""
     disk, limits = config.disk, config.limits
     threads = {READ: disk.read_threads, WRITE: disk.write_threads} if disk else {}
     runtime = AsyncioRuntime(asyncio.get_running_loop(), threads)
@@ -93,7 +96,9 @@ async def _serve(
             drain_timeout_s=limits.drain_timeout_s,
             connections_max=limits.connections_max,
             frame_bytes_max=limits.frame_max_bytes,
-            on_stopping=lambda: announcer.stopping(limits.drain_timeout_s),
+            on_stopping=lambda: announcer.stopping(
+                limits.drain_timeout_s, opened.store.memory.dirty_bytes
+            ),
         )
         if opened.open_disk is not None:
             opened.open_disk.directory.name_socket(endpoint.path)
@@ -106,7 +111,7 @@ async def _serve(
         hurried = not clean
         if http is not None and clean:  # else somebody waits for the end
             await http.stop()
-        return clean
+        return clean, opened.store.memory.dirty_bytes
     finally:
         ending.set()
         if not hurried:

@@ -177,9 +177,10 @@ class Driver:
             return
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         raise TierUnavailableError(
-            "Host memory cannot be registered with CUDA",
-            next_step="Let the process lock that much memory: ulimit -l unlimited, LimitMEMLOCK="
-            "infinity in a systemd unit, --ulimit memlock=-1 for a container",
+            "CUDA cannot lock this much system RAM (it is not GPU memory that lacks)",
+            next_step="Lower memory.capacity, or let the process lock that much: "
+            "ulimit -l unlimited, LimitMEMLOCK=infinity in a systemd unit, --ulimit memlock=-1 "
+            "for a container",
             reason=self._name(code),
             size_bytes=size_bytes,
             memlock_limit="unlimited" if soft == resource.RLIM_INFINITY else soft,

@@ -59,6 +59,7 @@ class DeviceCopies(ABC):
 
         self.layouts = dict(layouts)
         self.open_jobs = 0
+        self.pinned: bool | None = None  # the arena is locked for a device; None: none, or not yet
         self._copy = copy
         self._ends: deque[CopyEnd] = deque()
         self._whole: tuple[Arena, torch.Tensor] | None = None

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from ebbtide.errors import ConfigError, TierUnavailableError
+from ebbtide.sizes import format_size
 from ebbtide.tiers.device import CopyEnd, DeviceCopies
 from ebbtide.tiers.supervisor import outcome_of
 
@@ -192,7 +193,12 @@ class StreamCopies(DeviceCopies):
                     mapped.registration = Registration(self._device.driver, address, size)
                 except TierUnavailableError as error:
                     # As text: the error itself would keep the arena mapped.
-                    _log.warning("Copies are slow: %s", str(error))
+                    _log.warning(
+                        "Copies are slow, pinned=false: memory.capacity is %s. %s",
+                        format_size(size),
+                        str(error),
+                    )
+                self.pinned = mapped.registration is not None
             return mapped.registration
 
 

@@ -135,6 +135,13 @@ class MemoryTier:
             self.dirty[record] = since
             self.dirty_bytes += record.stride
 
+    def sort_dirty(self) -> None:
+        """As they were reserved, a chain's head before its tail: digests end in any order.
+
+        O(n log n). Their ages no longer rise with their place.
+        """
+        self.dirty = dict(sorted(self.dirty.items(), key=lambda item: item[0].sequence))
+
     def pin(self, record: MemoryRecord, *, hide: bool = True) -> None:
         """Keep the slot until `unpin`. Pins count.
 

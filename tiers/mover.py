@@ -85,8 +85,12 @@ class Mover:
         self.run()
 
     def drain(self) -> None:
-        """From now on write everything dirty, as fast as the queue allows."""
+        """From now on write everything dirty, as fast as the queue allows.
+
+        Heads of chains first: when the time is up, what was written can be used.
+        """
         self._draining = True
+        self._memory.sort_dirty()
         self.run()
 
     def run(self) -> None:

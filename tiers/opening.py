@@ -138,6 +138,16 @@ class OpenDisk:
             _log.error("The disk tier starts empty")
             self.directory.forget_index()
 
+    def check_drive(self) -> None:
+        """One record's way to the drive and back. Blocks; before the tier serves.
+
+        A drive that does not do that leaves memory alone to work, and is tried again later.
+        """
+        try:
+            probe(self.tier.space, self.tier.slab)
+        except OSError as error:
+            self.tier.go_down(f"it did not take and give back a first record: {error}")
+
     def watch(self, store: Store) -> DiskHealth:
         """Keep an eye on the tier, and bring it back to its store."""
         return DiskHealth(
@@ -255,6 +265,7 @@ class OpenStore:
         )
         self.health: DiskHealth | None = None
         if self.open_disk is not None:
+            self.open_disk.check_drive()
             self.health = self.open_disk.watch(self.store)
 
     def close(self, clean: bool) -> None:

@@ -55,7 +55,8 @@ class SlabFile:
         with ExitStack() as on_failure:
             on_failure.callback(self.close)
             _allocate(self._fd, path, size_bytes)
-            if self.direct and not _direct_works(self._fd, size_bytes):
+            works = self.direct and _direct_works(self._fd, size_bytes)
+            if self.direct and not (works and _direct_writes_work(os.path.dirname(path))):
                 self.close()
                 self.direct, self._fd = False, _open(path, 0)
             if not self.direct:  # what lies behind a record is no part of it: read nothing ahead
@@ -148,3 +149,25 @@ def _direct_works(fd: int, size_bytes: int) -> bool:
             return os.preadv(fd, [view], 0) == mmap.PAGESIZE
         except OSError:
             return False
+
+
+def _direct_writes_work(directory: str) -> bool:
+    """Write two blocks and read them back, in a file without a name: what the slab has must stay.
+
+    True also where no such file can be had: then the first write will tell.
+    """
+    try:
+        fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return True
+    with mmap.mmap(-1, 2 * mmap.PAGESIZE) as pages, memoryview(pages) as view:
+        written = os.urandom(len(view))
+        view[:] = written
+        try:
+            os.pwritev(fd, [view], 0)
+            view[:] = bytes(len(view))
+            return os.preadv(fd, [view], 0) == len(view) and view == written
+        except OSError as error:
+            return error.errno in NO_ROOM  # which says nothing of how it is written
+        finally:
+            os.close(fd)

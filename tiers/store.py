@@ -312,6 +312,7 @@ class Store:
                 **{name: self.disk_count(name) for name in DISK_COUNTS},
                 "quarantined_bytes": disk.quarantined_bytes,
                 "down": disk.down or "",
+                "direct_io": disk.slab.direct,
                 "demoted_bytes": self.mover.moved_bytes,
             }
         return report

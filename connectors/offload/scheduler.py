@@ -217,6 +217,8 @@ class OffloadScheduler:
         self._demotions.settle(report)
         self.tally.bytes_by_edge.update(report.bytes_by_edge)
         self.tally.worker_faults += report.faults
+        if report.pinned is not None:
+            self.tally.pinned[report.rank] = report.pinned
         while report.loads:  # each is taken out first: a fault must not count it twice
             result = report.loads.pop(0)
             load = self._loads.get(result.request_id)

@@ -58,6 +58,7 @@ class Tally:
     worker_faults: int = 0  # of all ranks
     demoted: int = 0  # device blocks whose record was committed
     shed: int = 0  # device blocks that the pool evicted before they had ebbed
+    pinned: dict[int, bool] = field(default_factory=dict)  # of ranks with a GPU that have copied
 
     def add(self, request: RequestTally) -> None:
         """Once per request, when all its blocks are accounted for."""
@@ -72,4 +73,5 @@ class Tally:
         """Changes whenever any total does. Cheap enough to be asked in every step."""
         moved = self.bytes_by_edge.total()
         ended = self.loads.total()
-        return (self.requests, self.demoted, self.shed, self.worker_faults, moved, ended)
+        pinned = sum(self.pinned.values())
+        return (self.requests, self.demoted, self.shed, self.worker_faults, moved, ended, pinned)

@@ -133,6 +133,7 @@ class OffloadWorker:
         self._expire()
         report, self._report = self._report, WorkerReport(self._rank)
         report.bytes_by_edge = dict(self._edges)
+        report.pinned = self._copies.pinned
         self._edges.clear()
         return report
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from ebbtide.config import capacity_table
+
 if TYPE_CHECKING:
     from ebbtide.connectors.offload.scheduler import OffloadScheduler
     from ebbtide.connectors.vllm.geometry import Geometry
@@ -48,6 +50,11 @@ class Announcements:
                 link.held_records,
                 link.held_bytes,
             )
+            for group in geometry.groups.all:
+                table = capacity_table(self._settings.config, geometry.shard_bytes(group))
+                _log.info(
+                    "ebbtide: filled with blocks of KV group %d alone\n%s", group.number, table
+                )
         if not self._hit:
             served = half.tally.tokens_by_source
             tokens = {tier: served[tier] for tier in ("memory", "disk", "remote") if served[tier]}

@@ -41,6 +41,7 @@ def numbers(
     }
     gauges: Values = {
         metric.CONNECTED: {metric.NO_LABEL: float(half.connected)},
+        metric.PINNED: {metric.NO_LABEL: float(all(tally.pinned.values()))} if tally.pinned else {},
         metric.LOAD_RATE: {
             tier: choices[f"{tier}_bytes_per_s"]
             for tier in metric.LOADED_TIERS

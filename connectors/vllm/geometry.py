@@ -74,6 +74,12 @@ class Geometry:
             tuple(tuple(offsets[place]) for place in places),
         )
 
+    def shard_bytes(self, group: KVGroup) -> list[int]:
+        """Of one record, the parts that the ranks write, in their order."""
+        starts = sorted({offsets[group.number] for offsets in self.shard_offsets})
+        ends = [*starts[1:], group.record_bytes]
+        return [end - start for start, end in zip(starts, ends, strict=True)]
+
 
 def _check_alike(number: int, shard: Shard, first: Handshake, tp_rank: int) -> None:
     if first.shards.get(number) != shard:

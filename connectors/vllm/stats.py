@@ -43,6 +43,7 @@ LOADS = "ebbtide_loads_total"
 LOAD_CHOICES = "ebbtide_load_choices_total"
 FAULTS = "ebbtide_faults_total"
 CONNECTED = "ebbtide_connected"
+PINNED = "ebbtide_memory_pinned"
 LOAD_RATE = "ebbtide_load_bytes_per_second"
 PREFILL_RATE = "ebbtide_prefill_tokens_per_second"
 PREDICTION_ERROR = "ebbtide_load_prediction_error_ratio"
@@ -104,6 +105,7 @@ METRICS: tuple[Metric, ...] = (
         ("scheduler", "worker"),
     ),
     Metric(CONNECTED, "gauge", "1 while the store answers, 0 while it does not."),
+    Metric(PINNED, "gauge", "1: all ranks copy through locked memory. 0: one does not, or no GPU."),
     Metric(LOAD_RATE, "gauge", "Measured load rate; 0 until measured.", "tier", LOADED_TIERS),
     Metric(PREFILL_RATE, "gauge", "Measured prompt computation rate; 0 until measured."),
     Metric(PREDICTION_ERROR, "gauge", "Mean |predicted - measured| / measured of load times."),

@@ -243,8 +243,10 @@ def check_memory_lock(memory: MemoryConfig, limit_bytes: int) -> Finding:
     return warning(
         "locked memory",
         f"the limit is {format_size(limit_bytes)}, below memory.capacity with "
-        f"{format_size(memory.capacity_bytes)}; this matters only with CUDA, which pins the arena",
-        "With CUDA, raise it: ulimit -l unlimited, docker run --ulimit memlock=-1",
+        f"{format_size(memory.capacity_bytes)} of system RAM; this matters only with CUDA, which "
+        "pins it: where it cannot, copies are slow",
+        "With CUDA, raise it (ulimit -l unlimited, docker run --ulimit memlock=-1) or lower "
+        "memory.capacity",
     )
 
 

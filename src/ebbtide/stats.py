@@ -88,6 +88,8 @@ def _tier(tier: str, totals: Mapping[str, Any]) -> str:
     words += [f"{totals[name]} {name}" for name in ("evicted", "corrupt") if totals.get(name)]
     if totals.get("quarantined_bytes"):
         words.append(f"{format_size(totals['quarantined_bytes'])} quarantined")
+    if totals.get("direct_io") is False:
+        words.append("no direct I/O")
     if totals.get("down"):
         words.append(f"OUT OF SERVICE: {totals['down']}")
     return f"{tier} in all: " + ", ".join(words)

@@ -124,10 +124,13 @@ class Engine:
         max_tokens: int = ANSWER_TOKENS,
         salt: str | None = None,
         lora: LoRARequest | None = None,
+        reads: bool = True,
     ) -> list[Answer]:
-        """Answer all prompts in one batch, in order."""
+        """Answer all prompts in one batch, in order. Not `reads`: without any cache."""
         asked = [engine_prompt(prompt, salt) for prompt in prompts]
-        outputs = self.llm.generate(asked, greedy(max_tokens), use_tqdm=False, lora_request=lora)
+        params = greedy(max_tokens)
+        params.skip_reading_prefix_cache = not reads
+        outputs = self.llm.generate(asked, params, use_tqdm=False, lora_request=lora)
         return [
             Answer(tuple(output.outputs[0].token_ids), output.num_cached_tokens or 0)
             for output in outputs

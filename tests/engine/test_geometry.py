@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.engine.fabricated import BLOCK, LAYER_BYTES, cache_of, full, hands, mla, window
+from tests.scripted import Bench
 
+from ebbtide.config import capacity_table, load_config
+from ebbtide.connectors.vllm.announce import Announcements
 from ebbtide.connectors.vllm.cache_groups import replicas_of, taking_part
 from ebbtide.connectors.vllm.geometry import Geometry
 from ebbtide.connectors.vllm.metadata import Handshake
@@ -215,3 +220,24 @@ def test_a_model_without_any_cacheable_group_is_refused() -> None:
     cache.kv_cache_groups[0].enable_kv_transfer = False
     with pytest.raises(ConfigError, match="Run this model without ebbtide"):
         taking_part(cache)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+def test_p73_the_plan_of_all_ranks_is_said_at_the_start(
+    tp: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Sizes are totals: the ranks' parts add up to them, but for less than a block a rank."""
+    cache = cache_of(heads(tp), layers=LAYERS)
+    geometry = Geometry.of(cache, hands(cache, tp=tp))
+    (group,) = geometry.groups.all
+    assert geometry.shard_bytes(group) == [group.record_bytes // tp] * tp
+    config = load_config({"memory": {"capacity": "50GiB"}}, {}).config
+    bench = Bench(groups=geometry.groups, ranks=geometry.ranks, writers=geometry.writers)
+    settings: Any = SimpleNamespace(config=config)
+    announce = Announcements(settings)
+    with caplog.at_level(logging.INFO):
+        announce.step(bench.half, geometry)
+        announce.step(bench.half, geometry)
+    (plan,) = [line for line in caplog.messages if "KV group 0 alone" in line]
+    assert plan.endswith("\n" + capacity_table(config, [group.record_bytes // tp] * tp))
+    assert plan.splitlines()[2].split()[:2] == ["memory", "50GiB"]

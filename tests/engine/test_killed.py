@@ -92,7 +92,7 @@ class Victim:
 
 @pytest.mark.timeout(150 + 60 * KILLS)
 @pytest.mark.long
-def test_killed_engines_leave_no_slot_held_and_no_file_in_shared_memory(
+def test_p72_killed_engines_leave_no_slot_held_and_no_file_in_shared_memory(
     models: Models, plain: Plain, tiers: Tiers, tmp_path: Path
 ) -> None:
     expected = plain(USERS)

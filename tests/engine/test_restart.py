@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tests.engine.models import Models
 
 
-def test_after_a_restart_prompts_come_from_the_disk(
+def test_p64_p84_after_a_restart_prompts_come_from_the_disk_and_are_counted_once(
     models: Models, plain: Plain, tiers: Tiers, zeros_restored: Callable[[], None]
 ) -> None:
     expected = plain(USERS)
@@ -30,8 +30,12 @@ def test_after_a_restart_prompts_come_from_the_disk(
     with Engine(models["llama"], transfer=tiers()) as engine:
         again = engine.one_by_one(USERS)
         counters = engine.counters()
+        engine.one_by_one(USERS, reads=False)
+        unread = engine.counters().since(counters)
         zeros_restored()
         control = engine.one_by_one(USERS)
+    for name in ("requests", "prompt_blocks", "hit_tokens", "miss_blocks"):
+        assert unread.total(f"ebbtide_{name}_total") == 0  # in no denominator
     assert tokens_of(again) == tokens_of(expected)
     assert [answer.cached_tokens for answer in again] == [LONG_RESTORED] * 3
     assert counters.restored_from("disk") == 3 * LONG_RESTORED

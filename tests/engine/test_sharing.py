@@ -65,7 +65,7 @@ def test_salts_do_not_share_and_are_written_nowhere(
         assert not [path for path in files if salt.encode() in path.read_bytes()]
 
 
-def test_equal_prompts_of_other_weights_behind_the_same_path_do_not_share(
+def test_p16_equal_prompts_of_other_weights_behind_the_same_path_do_not_share(
     models: Models, plain: Plain, tiers: Tiers, tmp_path: Path
 ) -> None:
     (expected,) = plain([SHARED])
@@ -83,7 +83,7 @@ def test_equal_prompts_of_other_weights_behind_the_same_path_do_not_share(
     assert asked == [(expected.tokens, 0), (other.tokens, 0), (expected.tokens, LONG_RESTORED)]
 
 
-def test_adapters_do_not_share_with_each_other_or_the_base(
+def test_p09_adapters_do_not_share_with_each_other_or_the_base(
     models: Models, tiers: Tiers, tmp_path: Path
 ) -> None:
     from vllm.lora.request import LoRARequest

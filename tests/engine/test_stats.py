@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.multiprocess import MultiProcessCollector
+from tests.scripted import Bench
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -27,7 +28,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
 )
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from ebbtide.connectors.offload.load_or_compute import LoadOrCompute
+from ebbtide.connectors.seam import WorkerReport
 from ebbtide.connectors.vllm import stats as names
+from ebbtide.connectors.vllm.counting import numbers
 from ebbtide.connectors.vllm.stats import (
     METRICS,
     NO_LABEL,
@@ -130,6 +134,14 @@ def test_the_table_names_each_metric_once_and_as_prometheus_wants_it() -> None:
 def test_every_reason_for_a_miss_is_a_label() -> None:
     (misses,) = [metric for metric in METRICS if metric.name == names.MISS_BLOCKS]
     assert set(misses.values) == {reason.name.lower() for reason in Miss}
+
+
+def test_p70_one_rank_without_locked_memory_is_enough_to_say_so() -> None:
+    bench, chooser = Bench(ranks=2, writers={0: 2}), LoadOrCompute(margin_ratio=0.9)
+    assert numbers(bench.half, chooser, 0)[1][names.PINNED] == {}
+    for pinned, shown in ((True, 1.0), (False, 0.0)):
+        bench.half.on_report(WorkerReport(rank=int(pinned), pinned=pinned))
+        assert numbers(bench.half, chooser, 0)[1][names.PINNED] == {NO_LABEL: shown}
 
 
 # The stats.

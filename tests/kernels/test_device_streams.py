@@ -195,6 +195,7 @@ def test_an_arena_is_registered_once_and_given_back(stand_in: StandIn, arena: Ar
         rig.submit(arena, [number + 4], "up", up=True)
     rig.ends()
     assert stand_in.registered == 64 * 4096
+    assert rig.copies.pinned is True
     rig.close()
     assert stand_in.registered == 0
 
@@ -211,7 +212,7 @@ def test_another_arena_takes_the_place_of_the_first(rig: Rig, arena: Arena) -> N
     other.close()
 
 
-def test_memory_that_may_not_be_locked_costs_time_alone(
+def test_p70_memory_that_may_not_be_locked_costs_time_alone(
     stand_in: StandIn, arena: Arena, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig = Rig(stand_in, stand_in.driver(lockable_bytes=4096))
@@ -221,8 +222,15 @@ def test_memory_that_may_not_be_locked_costs_time_alone(
         rig.submit(arena, [3], "down")
         rig.ends()
     (line,) = caplog.messages
-    assert "memlock" in line
+    for words in ("memory.capacity is 256KiB", "pinned=false", "system RAM", "ulimit -l unlimited"):
+        assert words in line
+    assert stand_in.registered == 0
+    assert rig.copies.pinned is False
     assert torch.equal(rig.record(arena, 2), rig.pages.record(2))
+    right = rig.pages.record(2)
+    rig.submit(arena, [2], "up", up=True)
+    assert rig.ends() == [CopyEnd("up", True, None)]
+    assert torch.equal(rig.pages.record(2), right)
     assert stand_in.copies == 0
     rig.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 from typing import TYPE_CHECKING
 
@@ -190,12 +191,19 @@ def test_an_arena_is_registered_in_pieces_and_given_back(stand_in: StandIn) -> N
     assert stand_in.registered == 0
 
 
-def test_memory_that_may_not_be_locked_is_an_error_that_says_so(stand_in: StandIn) -> None:
+def soft_limit() -> int:
+    return resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+
+
+def test_p70_memory_that_may_not_be_locked_is_an_error_that_says_so(stand_in: StandIn) -> None:
     driver, arena = stand_in.driver(lockable_bytes=5 * PAGE), buffer(7)
     with pytest.raises(TierUnavailableError, match="ulimit -l unlimited") as caught:
         Registration(driver, arena.ctypes.data, arena.nbytes, piece_bytes=3 * PAGE)
     assert "CUDA_ERROR_OUT_OF_MEMORY" in str(caught.value)
-    assert "memlock_limit=" in str(caught.value)
+    assert "system RAM (it is not GPU memory" in str(caught.value)
+    assert "memory.capacity" in caught.value.next_step
+    assert caught.value.context["size_bytes"] == 3 * PAGE  # of the piece
+    assert caught.value.context["memlock_limit"] in ("unlimited", soft_limit())
     assert stand_in.registered == 0  # the first piece was given back
 
 

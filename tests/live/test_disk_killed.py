@@ -93,7 +93,7 @@ def wrong_and_held(place: Path) -> tuple[int, set[bytes]]:
 
 
 @pytest.mark.timeout(3600)  # kills take a second and a half each, and more in the long form
-def test_a_store_killed_at_any_moment_keeps_what_was_durable_and_names_no_wrong_byte(
+def test_p57_a_store_killed_at_any_moment_keeps_what_was_durable_and_names_no_wrong_byte(
     house: House,
 ) -> None:
     draw, place = Random(SEED), house.directory / "disk"

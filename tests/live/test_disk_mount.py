@@ -58,6 +58,12 @@ class Mount:
             run("truncate", "-s", SIZE, str(self._image))
             run("mkfs.ext4", "-q", "-F", "-m", "0", str(self._image))
             self._how = ["-o", "loop", str(self._image)]
+        elif kind == "overlay":
+            parts = {name: tmp_path / name for name in ("lowerdir", "upperdir", "workdir")}
+            for part in parts.values():
+                part.mkdir()
+            said = ",".join(f"{name}={part}" for name, part in parts.items())
+            self._how = ["-t", "overlay", "-o", said, "overlay"]
         else:
             self._how = ["-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs"]
         try:
@@ -135,6 +141,19 @@ def any_mount(request: pytest.FixtureRequest, mounts: Any) -> Any:
 @pytest.fixture
 def ext4(mounts: Any) -> Any:
     return mounts("ext4")
+
+
+@pytest.mark.parametrize("kind", ["ext4", "tmpfs", "overlay"])
+def test_p75_a_disk_tier_tries_its_drive_and_works_wherever_it_lies(mounts: Any, kind: str) -> None:
+    """With direct I/O or without, as the first try told."""
+    place = mounts(kind).disk_path
+    for life in range(2):
+        with DiskRig(place, 24 * MIB, LENGTH) as rig:
+            rig.disk.check_drive()
+            assert rig.disk.tier.down is None
+            assert rig.held == {key_of(n) for n in range(8 * life)}
+            assert rig.put(range(8 * life, 8 * life + 8)) == [None] * 8
+            assert rig.flush()
 
 
 class Rig:
@@ -243,7 +262,7 @@ def test_a_start_on_a_full_file_system_keeps_what_was_committed(any_mount: Mount
         rig.check_durable()
 
 
-def test_a_file_system_that_turns_read_only_takes_the_tier_down_and_loses_nothing(
+def test_p75_a_file_system_that_turns_read_only_takes_the_tier_down_and_loses_nothing(
     ext4: Mount,
 ) -> None:
     """As the kernel does after an error. It does not take that back before it is mounted anew."""
@@ -267,7 +286,7 @@ def test_a_file_system_that_turns_read_only_takes_the_tier_down_and_loses_nothin
         rig.check_durable()
 
 
-def test_a_file_system_that_freezes_is_put_out_of_service_until_it_thaws(
+def test_p75_a_file_system_that_freezes_is_put_out_of_service_until_it_thaws(
     ext4: Mount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Real threads hang in real writes."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import resource
 import signal
+import subprocess
+import sys
 import threading
 import time
 from random import Random
@@ -21,14 +24,16 @@ from tests.controls import (
     one_thread,
     tokens,
 )
+from tests.live.conftest import PROGRAMS, eventually
 
+from ebbtide.connectors import endpoint
+from ebbtide.connectors import protocol as wire
 from ebbtide.connectors.offload.scheduler import SchedulerBounds
 from ebbtide.connectors.process import start_store
 from ebbtide.connectors.reference import Engine
 from ebbtide.connectors.reference.connect import attach_socket
 
 if TYPE_CHECKING:
-    import subprocess
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
@@ -97,6 +102,14 @@ class Attached:
         """A failed start fails the test."""
         return self.house.adopt(start_store(self.settings, private=False, log_path=self.log))
 
+    def start_version(self, major: int, minor: int) -> subprocess.Popen[bytes]:
+        """A store that speaks another protocol, when somebody listens there."""
+        program = [sys.executable, "-P", str(PROGRAMS / "newer_store.py"), str(major), str(minor)]
+        with open(self.log, "ab") as log:
+            store = subprocess.Popen([*program, "--extra", json.dumps(self.settings)], stderr=log)
+        eventually(lambda: endpoint.answers(self.house.socket))
+        return self.house.adopt(store)
+
     @property
     def log(self) -> str:
         return str(self.house.log)
@@ -159,7 +172,7 @@ def restored(outputs: Sequence[RequestOutput]) -> int:
     return sum(output.sources.memory + output.sources.disk for output in outputs)
 
 
-def test_a_killed_store_costs_hits_and_a_new_one_is_used_again(
+def test_p76_a_killed_store_costs_hits_and_a_new_one_is_used_again(
     attached: Attached, reference: Reference
 ) -> None:
     prompts = [tokens(300, seed=number) for number in range(10)]
@@ -187,6 +200,40 @@ def test_a_killed_store_costs_hits_and_a_new_one_is_used_again(
     again = attached.ask(prompts)
     assert answers(again) == right
     assert sum(output.sources.disk for output in again) > 0
+    assert attached.halves.scheduler.faults.count == attached.halves.worker.faults.count == 0
+
+
+def test_p76_an_upgraded_store_is_used_again_and_another_protocol_costs_hits_alone(
+    attached: Attached, reference: Reference, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Killed, and followed by a minor version, a major version, and the old one."""
+    prompts = [tokens(300, seed=number) for number in range(10)]
+    right = reference.answers(prompts)
+    assert answers(attached.ask(prompts)) == right
+    assert attached.engine.drain()
+    time.sleep(0.3)  # what has been written is committed
+    major, minor = wire.VERSION
+    for version, is_used in (((major, minor + 1), True), ((major + 1, 0), False)):
+        attached.store.kill()
+        attached.store.wait()
+        assert answers(attached.ask(prompts)) == right
+        attached.store = attached.start_version(*version)
+        if is_used:
+            attached.until_reached()
+        outputs = attached.ask(prompts)
+        assert answers(outputs) == right
+        assert bool(restored(outputs)) is is_used
+        assert attached.halves.scheduler.ready is is_used
+    assert "The client speaks another protocol" in caplog.text
+    assert "Use the same ebbtide on both sides" in caplog.text
+    assert max(attached.longest.values(), default=0.0) < HOOK_S_MAX, attached.longest
+    attached.store.kill()
+    attached.store.wait()
+    attached.start()
+    attached.until_reached()
+    outputs = attached.ask(prompts)
+    assert answers(outputs) == right
+    assert restored(outputs) > 0
     assert attached.halves.scheduler.faults.count == attached.halves.worker.faults.count == 0
 
 

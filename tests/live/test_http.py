@@ -83,7 +83,7 @@ def test_probes_and_numbers_on_loopback(house: House) -> None:
     assert get(house, "/")[0] == get(house, "/reset")[0] == 404
 
 
-def test_nothing_can_be_changed_over_http(house: House) -> None:
+def test_p80_nothing_can_be_changed_over_http(house: House) -> None:
     house.start(http={"port": 0})
     for path in ("/livez", "/readyz", "/metrics", "/stats", "/reset", "/pin", "/purge"):
         for method in ("POST", "PUT", "DELETE", "PATCH"):
@@ -157,7 +157,7 @@ def test_numbers_want_the_token_and_probes_do_not(
     assert TOKEN not in house.log_text()
 
 
-def test_another_machine_may_read_with_a_token_alone(house: House) -> None:
+def test_p80_another_machine_may_read_with_a_token_alone(house: House) -> None:
     for host in ("0.0.0.0", "::", "192.0.2.1"):
         with pytest.raises(ConfigError, match="open to other machines without a token"):
             start_store({**house.settings(), "http": {"port": 0, "host": host}})

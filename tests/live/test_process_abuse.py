@@ -104,7 +104,7 @@ def test_the_first_frame_must_be_hello(shared: House, bystander: SocketClient) -
     assert "HELLO" in _failure(_last_words(peer)).problem
 
 
-def test_another_major_version_is_refused_and_told_what_to_do(
+def test_p76_another_major_version_is_refused_and_told_what_to_do(
     shared: House, bystander: SocketClient
 ) -> None:
     peer = _connect(shared)
@@ -114,7 +114,7 @@ def test_another_major_version_is_refused_and_told_what_to_do(
     assert "same ebbtide" in failure.next_step
 
 
-def test_a_higher_minor_version_is_welcome(shared: House, bystander: SocketClient) -> None:
+def test_p76_a_higher_minor_version_is_welcome(shared: House, bystander: SocketClient) -> None:
     peer = _connect(shared)
     peer.sendall(wire.encode(0, wire.Hello(bytes(16), "tool", False, (1, 9))))
     ((_, message),) = wire.Decoder().feed(peer.recv(4096))

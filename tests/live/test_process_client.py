@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -75,7 +77,7 @@ def _mapped_arenas() -> int:
     return len({line.split()[4] for line in maps if "memfd:ebbtide-arena" in line})
 
 
-def test_a_killed_store_is_a_miss_and_its_successor_is_found(house: House) -> None:
+def test_p76_a_killed_store_is_a_miss_and_its_successor_is_found(house: House) -> None:
     store = house.start()
     before = _mapped_arenas()
     client = house.client(arena=True)
@@ -132,7 +134,7 @@ def test_a_stopped_store_stops_no_client(house: House) -> None:
     assert watch.slowest_s < BLOCKED_S_MAX
 
 
-def test_two_halves_of_one_engine_find_the_successor_both(house: House) -> None:
+def test_p76_two_halves_of_one_engine_find_the_successor_both(house: House) -> None:
     store = house.start()
     engine = os.urandom(16)
     control, data = house.client(engine), house.client(engine, arena=True)
@@ -192,3 +194,34 @@ def test_p56_a_forked_child_has_nothing_of_its_parents_client(house: House) -> N
     assert isinstance(ask(client, wire.Stats()), wire.Report)
     assert client.incarnation == 1
     assert client.arena is not None
+
+
+# Forks first, so that each child has a client, connections and an arena of its own.
+MANY_CHILDREN = """
+import os, sys
+from ebbtide import Client
+children = []
+for number in range(16):
+    child = os.fork()
+    if not child:
+        name = number.to_bytes(32, "big")
+        for _ in range(50):
+            with Client(sys.argv[1]) as client:
+                space = client.namespace(model="m")
+                right = space.get(name) == name * 9 or (space.put(name, name * 9) and None)
+        os._exit(0 if right else 1)
+    children.append(child)
+sys.exit(sum(os.waitpid(child, 0)[1] for child in children))
+"""
+
+
+def test_p56_many_processes_that_open_and_close_all_the_time_are_served(house: House) -> None:
+    """Nobody but the store has its files open."""
+    store = house.start(disk=True)
+    command = [sys.executable, "-P", "-c", MANY_CHILDREN, house.socket]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert store.poll() is None
+    opened = ask(house.client(), wire.OpenNamespace([["model", "m"]]))
+    assert isinstance(opened, wire.NamespaceOpened)
+    assert opened.records == 16

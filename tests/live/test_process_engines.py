@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.live.conftest import PATIENCE_S, eventually
+from tests.live.programs.engine import key_of, payload_of
 
+import ebbtide
 from ebbtide.connectors import protocol as wire
 from ebbtide.connectors.client import SocketClient, ask
 
@@ -65,8 +67,6 @@ def test_a_worker_stopped_in_the_middle_of_a_store_spoils_no_record(house: House
 
 
 def _lookup(client: SocketClient, numbers: tuple[int, ...]) -> wire.Lookup:
-    from tests.live.programs.engine import key_of
-
     opened = ask(client, wire.OpenNamespace([["model", "m"]]))
     assert isinstance(opened, wire.NamespaceOpened)
     return wire.Lookup(opened.namespace, tuple(map(key_of, numbers)))
@@ -131,6 +131,28 @@ def test_a_half_without_an_arena_ends_with_its_connection(shared: House) -> None
     assert _reserved(tool) == 1
     scheduler.close()
     eventually(lambda: _reserved(tool) == 0)
+
+
+def test_p18_ranks_and_replicas_write_at_once_and_each_reads_its_own_in_both_lives(
+    house: House,
+) -> None:
+    """Two ranks of one engine and a replica, on one directory that belongs to the store."""
+    together = os.urandom(16)
+    store = house.start(disk=True)
+    writers = [house.engine(engine) for engine in (together, together, None)]
+    for rank, writer in enumerate(writers):  # all at the same time
+        writer.send(f"put {100 * rank} 20")
+    assert [writer.answer() for writer in writers] == ["20"] * 3
+    for rank, writer in enumerate(writers):
+        assert writer.do(f"load {100 * rank} 20") == "20 0 0"
+        writer.end()
+    store.terminate()
+    assert store.wait(PATIENCE_S) == 0
+    house.start(disk=True)
+    keys = [key_of(100 * rank + number) for rank in range(3) for number in range(20)]
+    right = {key[:32]: payload_of(key) for key in keys}
+    with ebbtide.Client(house.socket) as client:
+        assert client.namespace(model="m").get_many(right) == right
 
 
 # -- a private store ------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import stat
 import subprocess
@@ -16,12 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.live.conftest import PATIENCE_S, PROGRAMS, eventually
+from tests.live.programs.engine import RECORD_BYTES
 
 from ebbtide.connectors import protocol as wire
 from ebbtide.connectors.client import SocketClient, ask
 from ebbtide.connectors.endpoint import Endpoint, answers
 from ebbtide.connectors.process import ensure_store, start_store
 from ebbtide.errors import ConfigError, TierUnavailableError
+from ebbtide.sizes import parse_size
 
 if TYPE_CHECKING:
     from tests.live.conftest import House
@@ -177,11 +180,24 @@ def test_serve_without_a_socket_says_what_to_set(house: House) -> None:
     assert ended.stderr.count("\n") == 1
 
 
+def test_p70_a_store_that_may_lock_no_memory_starts_and_works(house: House) -> None:
+    before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (64 << 10, before[1]))
+    try:
+        store = house.start()
+        engine = house.engine()
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
+    assert resource.prlimit(store.pid, resource.RLIMIT_MEMLOCK)[0] == 64 << 10
+    assert engine.do("put 0 40") == "40"
+    assert engine.do("load 0 40") == "40 0 0"
+
+
 # -- closed by default ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o077])
-def test_the_socket_is_private_whatever_the_umask(house: House, umask: int) -> None:
+def test_p80_p81_the_socket_is_private_whatever_the_umask(house: House, umask: int) -> None:
     house.socket = str(house.directory / "new" / "s")
     previous = os.umask(umask)
     try:
@@ -193,7 +209,7 @@ def test_the_socket_is_private_whatever_the_umask(house: House, umask: int) -> N
     assert stat.S_IMODE(os.stat(house.socket + ".lock").st_mode) == 0o600
 
 
-def test_a_store_listens_on_no_network_port(house: House) -> None:
+def test_p80_a_store_listens_on_no_network_port(house: House) -> None:
     store = house.start()
     house.client()
     inodes = set()
@@ -210,7 +226,7 @@ def test_a_store_listens_on_no_network_port(house: House) -> None:
 # -- ending ---------------------------------------------------------------------------------------
 
 
-def test_a_stop_drains_and_the_records_are_found_again(house: House) -> None:
+def test_p64_a_stop_drains_and_the_records_are_found_again(house: House) -> None:
     store = house.start(disk=True)
     engine = house.engine()
     assert engine.do("put 0 40") == "40"
@@ -239,7 +255,7 @@ def _stuck(house: House, drain_timeout: str) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_ends_a_drain_that_hangs(house: House, number: signal.Signals) -> None:
+def test_p78_a_second_signal_ends_a_drain_that_hangs(house: House, number: signal.Signals) -> None:
     store = _stuck(house, "60s")
     time.sleep(0.2)
     assert store.poll() is None
@@ -250,7 +266,7 @@ def test_a_second_signal_ends_a_drain_that_hangs(house: House, number: signal.Si
     assert not os.path.exists(house.socket)
 
 
-def test_a_drain_that_hangs_ends_with_its_timeout(house: House) -> None:
+def test_p78_a_drain_that_hangs_ends_with_its_timeout(house: House) -> None:
     store = _stuck(house, "200ms")
     begun = time.monotonic()
     assert store.wait(PATIENCE_S) == 1
@@ -258,7 +274,39 @@ def test_a_drain_that_hangs_ends_with_its_timeout(house: House) -> None:
     assert "without having written everything" in house.log_text()
 
 
-def test_a_successor_waits_for_the_drain_of_its_predecessor(house: House) -> None:
+def test_p67_p78_a_stop_on_a_slow_disk_ends_in_time_and_says_what_it_lost(house: House) -> None:
+    """What was stored first is written first, so that what is kept can be used."""
+    settings = {
+        **house.settings(disk=True, memory="64MiB"),  # all in one batch of the write queue
+        "limits": {"drain_timeout": "1200ms"},
+    }
+    settings["disk"] |= {"write_threads": 1}
+    program = [sys.executable, "-P", str(PROGRAMS / "slow_store.py")]
+    with house.log.open("ab") as log:
+        store = subprocess.Popen(
+            [*program, "--extra", json.dumps(settings)],
+            stderr=log,
+            env={**os.environ, "EBBTIDE_LOG": "warning"},
+        )
+    house.adopt(store)
+    eventually(lambda: answers(house.socket))
+    assert house.engine().do("put 0 60") == "60"
+    begun = time.monotonic()
+    assert _stop(store) == 1
+    assert time.monotonic() - begun < 4.0
+    dirty, lost = (
+        parse_size(found)
+        for found in re.findall(r"(?:stopping|everything): (\S+) (?:that|are)", house.log_text())
+    )
+    house.start(disk=True)
+    kept = _held(house)
+    assert 0 < kept < 60
+    assert 0 < lost < dirty
+    assert lost == pytest.approx((60 - kept) * RECORD_BYTES, rel=0.01)
+    assert house.engine().do(f"load 0 {kept}") == f"{kept} 0 0"
+
+
+def test_p72_a_successor_waits_for_the_drain_of_its_predecessor(house: House) -> None:
     store = house.start(disk=True)
     house.engine().do("put 0 40")
     store.terminate()
@@ -276,7 +324,7 @@ def test_a_store_waits_for_a_socket_whose_owner_no_longer_answers(house: House) 
     assert house.client().connected
 
 
-def test_20_kills_hinder_no_start_and_leave_no_shared_memory(house: House) -> None:
+def test_p72_20_kills_hinder_no_start_and_leave_no_shared_memory(house: House) -> None:
     before = set(os.listdir("/dev/shm"))
     for number in range(RESTARTS):
         store = house.start(disk=number % 2 == 0)

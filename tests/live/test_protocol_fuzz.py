@@ -51,7 +51,7 @@ def send(path: str, stream: bytes) -> list[tuple[int, wire.Message]]:
 
 
 @pytest.mark.timeout(120 if FRAMES <= 20_000 else 7200)
-def test_mutated_frames_end_their_own_connection_with_a_typed_error_and_nothing_else(
+def test_p80_mutated_frames_end_their_own_connection_with_a_typed_error_and_nothing_else(
     house: House,
 ) -> None:
     store = house.start(disk=True, memory="16MiB")
@@ -93,7 +93,7 @@ def test_mutated_frames_end_their_own_connection_with_a_typed_error_and_nothing_
 
 
 @pytest.mark.parametrize("claim", [wire.FRAME_BYTES_MAX + 1, 2**32 - 1])
-def test_an_oversized_frame_is_refused_at_its_header_and_takes_no_memory(
+def test_p80_an_oversized_frame_is_refused_at_its_header_and_takes_no_memory(
     house: House, claim: int
 ) -> None:
     store = house.start()

@@ -173,7 +173,7 @@ def test_a_shared_store_says_what_it_serves_and_where_at_any_log_level(house: Ho
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_nothing_stays_in_shared_memory_or_the_temporary_folder(
+def test_p72_nothing_stays_in_shared_memory_or_the_temporary_folder(
     house: House, number: signal.Signals
 ) -> None:
     folder = house.directory / "tmp"

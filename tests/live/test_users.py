@@ -52,7 +52,7 @@ def as_user(uid: int, *words: str) -> str:
     return ended.stdout.strip()
 
 
-def test_another_user_is_told_why_and_turned_away_before_its_first_word(house: House) -> None:
+def test_p80_another_user_is_told_why_and_turned_away_before_its_first_word(house: House) -> None:
     house.start(server={"allow_uids": [ENGINE_UID]})
     os.chmod(house.socket, 0o666)  # even then
     found = wire.Decoder().feed(bytes.fromhex(as_user(STRANGER_UID, "raw", house.socket)))

@@ -52,7 +52,9 @@ def options(*words: str) -> argparse.Namespace:
 
 
 @pytest.mark.live
-def test_a_small_run_from_end_to_end(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_p89_a_small_run_from_end_to_end(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     code, lines = bench(capsys, "--pairs", "2", "--factors", "2,4", "--dir", str(tmp_path))
     assert code == EXIT_DONE
     assert "cpu_cores" in lines[0]["machine"]

@@ -231,7 +231,7 @@ def test_config_check_accepts_and_refuses(file: Path, capsys: pytest.CaptureFixt
     assert "Did you mean 'memory.capacity'?" in capsys.readouterr().err
 
 
-def test_config_show_prints_toml_that_loads_to_the_same(
+def test_p86_config_show_prints_toml_that_loads_to_the_same(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["config", "show", "--file", str(file)]) == 0
@@ -250,7 +250,7 @@ def test_config_show_json_is_what_the_engine_passes(
     assert load_config(text, {}).config == load_config(None, {}, file).config
 
 
-def test_config_show_says_where_values_came_from(
+def test_p86_config_show_says_where_values_came_from(
     file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("EBBTIDE_CONFIG", str(file))

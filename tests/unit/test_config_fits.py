@@ -169,7 +169,7 @@ def test_small_sizes_fit_this_machine() -> None:
         (configured("256KiB"), "memory.load_window"),
     ],
 )
-def test_a_record_larger_than_its_place_is_refused(config: Config, name: str) -> None:
+def test_p94_a_record_larger_than_its_place_is_refused(config: Config, name: str) -> None:
     check_record_fits(config, 64 * KIB)
     with pytest.raises(ConfigError) as caught:
         check_record_fits(config, 64 * KIB + 1)  # a slot is a multiple of 4 KiB

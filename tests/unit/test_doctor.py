@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -317,7 +318,7 @@ def no_facts() -> int:
     raise OSError("nothing can be read")
 
 
-def test_memory_against_what_can_be_had() -> None:
+def test_p70_memory_against_what_can_be_had() -> None:
     memory = configured(memory="1GiB").memory
     assert doctor_checks.check_memory(memory, lambda: GIB).verdict is OK
     finding = doctor_checks.check_memory(memory, lambda: GIB - 1)
@@ -328,7 +329,7 @@ def test_memory_against_what_can_be_had() -> None:
     assert doctor_checks.check_memory(configured(memory="4096TiB").memory).verdict is PROBLEM
 
 
-def test_the_limit_of_locked_memory() -> None:
+def test_p70_the_limit_of_locked_memory() -> None:
     memory = configured(memory="1GiB").memory
     assert doctor_checks.check_memory_lock(memory, -1) == doctor_checks.ok(
         "locked memory", "no limit"
@@ -338,6 +339,23 @@ def test_the_limit_of_locked_memory() -> None:
     assert finding.verdict is WARNING
     assert "8MiB" in finding.found
     assert "CUDA" in finding.found
+
+
+def test_p70_a_container_that_may_lock_64_kib_is_told_so_before_a_start(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Asked for, allowed, of which memory, and what to change. A start never dies of it."""
+    before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (64 << 10, before[1]))
+    try:
+        code, found = doctor(capsys, "--extra", '{"memory": {"capacity": "16MiB"}}')
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
+    row = found["locked memory"]
+    assert (code, row["verdict"]) == (0, "warning")
+    assert "limit is 64KiB, below memory.capacity with 16MiB of system RAM" in row["found"]
+    assert "ulimit -l unlimited" in row["next_step"]
+    assert "memory.capacity" in row["next_step"]
 
 
 def test_shared_memory(tmp_path: Path) -> None:
@@ -439,7 +457,7 @@ def test_room_on_the_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
-def test_a_file_system_without_direct_io(
+def test_p75_a_file_system_without_direct_io(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = fcntl.fcntl

@@ -267,7 +267,7 @@ def run_bounded(rig: Rig, prompts: Sequence[list[int]]) -> list[RequestOutput]:
     ("target", "every"),
     [(target, every) for target in TARGETS for every in (False, True)[: 2 - (target in ONCE_ONLY)]],
 )
-def test_an_exception_anywhere_is_a_miss_and_a_count(
+def test_p39_an_exception_anywhere_is_a_miss_and_a_count(
     target: str, every: bool, reference: Reference, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL, logger="ebbtide")

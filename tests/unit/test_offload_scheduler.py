@@ -60,7 +60,7 @@ def test_p27_only_whole_blocks_are_reported(hit_tokens: int, expected: int, loca
     assert bench.half.matched_tokens("r", local) == max(0, expected - local)
 
 
-def test_a_hit_ends_at_the_first_block_that_nobody_holds() -> None:
+def test_p21_a_hit_ends_at_the_first_block_that_nobody_holds() -> None:
     bench = Bench()
     bench.arrive("r", 16 * 8 + 1)
     bench.held([M, M, D, Miss.EVICTED, M, D, M, M])
@@ -196,3 +196,14 @@ def test_a_handle_is_worth_nothing_at_another_store() -> None:
     (lookup,) = bench.client.open(wire.Lookup)
     assert isinstance(lookup, wire.Lookup)
     assert lookup.namespace == 7
+
+
+def test_p70_which_rank_copies_without_locked_memory_is_known() -> None:
+    bench = Bench(ranks=2, writers={0: 2})
+    before = bench.half.tally.mark()
+    bench.half.on_report(WorkerReport(0, pinned=True))
+    bench.half.on_report(WorkerReport(1))  # nothing is known of it yet
+    assert bench.half.tally.pinned == {0: True}
+    assert bench.half.tally.mark() != before
+    bench.half.on_report(WorkerReport(1, pinned=False))
+    assert bench.half.tally.pinned == {0: True, 1: False}

@@ -35,6 +35,7 @@ class HandCopies:
         self.offsets: list[list[int]] = []  # of the same jobs
         self.ends: list[CopyEnd] = []
         self.open_jobs = 0
+        self.pinned: bool | None = None
         self.closed = False
         self.settled = 0
         self.refuse_from: int | None = None  # number of the job
@@ -218,6 +219,14 @@ def test_a_store_is_reported_when_its_copy_has_ended(bench: Bench) -> None:
     assert report.bytes_by_edge == {"device_to_memory": 2 * RECORD_BYTES}
     assert bench.half.finish_step().copied == []
     assert not bench.client.asked
+
+
+@pytest.mark.parametrize("pinned", [None, True, False])
+def test_p70_a_report_says_whether_copies_go_through_locked_memory(
+    bench: Bench, pinned: bool | None
+) -> None:
+    bench.copies.pinned = pinned
+    assert bench.half.finish_step().pinned is pinned
 
 
 def test_a_copy_down_that_fails_is_dropped(bench: Bench) -> None:

@@ -235,7 +235,7 @@ def test_malformed_cbor_is_refused(data: str) -> None:
 
 
 @pytest.mark.parametrize("nesting", [b"\x81", b"\xa1\x61a", b"\x82\x00"])
-def test_deep_nesting_is_refused_and_the_bound_itself_is_not(nesting: bytes) -> None:
+def test_p80_deep_nesting_is_refused_and_the_bound_itself_is_not(nesting: bytes) -> None:
     read_cbor(nesting * DEPTH_MAX + b"\x80")
     _cbor_refused(nesting * (DEPTH_MAX + 1) + b"\x80")
     _cbor_refused(nesting * 1_000_000)
@@ -269,7 +269,7 @@ class _Trap:
         return (exec, ("raise SystemExit('a pickle ran')",))
 
 
-def test_a_pickle_is_only_garbage() -> None:
+def test_p80_p83_a_pickle_is_only_garbage() -> None:
     for kind in (1, 2, 65, 66, 76, 127):
         _refused(_frame(kind, pickle.dumps(_Trap())))
     _refused(pickle.dumps(_Trap()) * 4)

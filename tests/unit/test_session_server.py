@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -345,7 +346,7 @@ def test_a_full_backlog_counts_as_an_answer_and_a_dead_socket_does_not(tmp_path:
     assert not answers(path)
 
 
-def test_an_endpoint_has_one_owner_and_a_new_one_after_it(tmp_path: Path) -> None:
+def test_p72_an_endpoint_has_one_owner_and_a_new_one_after_it(tmp_path: Path) -> None:
     path = str(tmp_path / "deep" / "s")
     endpoint = Endpoint(path, wait_s=0.0)
     listener = endpoint.listen()
@@ -356,6 +357,22 @@ def test_an_endpoint_has_one_owner_and_a_new_one_after_it(tmp_path: Path) -> Non
         Endpoint(path, wait_s=0.1)
     endpoint.close()
     Endpoint(path, wait_s=0.0).close()
+
+
+def test_p72_a_late_end_leaves_the_socket_of_a_successor_alone(tmp_path: Path) -> None:
+    """Somebody has emptied the directory, so that the lock held nobody back."""
+    path = str(tmp_path / "run" / "s")
+    old = Endpoint(path, wait_s=0.0)
+    old_listener = old.listen()
+    shutil.rmtree(tmp_path / "run")
+    new = Endpoint(path, wait_s=0.0)
+    new_listener = new.listen()
+    old_listener.close()
+    old.close()
+    assert answers(path)
+    new_listener.close()
+    new.close()
+    assert not os.path.exists(path)
 
 
 @pytest.mark.parametrize("name", ["s", "s.lock"])

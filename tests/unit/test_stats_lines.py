@@ -39,3 +39,13 @@ def test_nothing_is_said_of_no_quota() -> None:
         "0123  model=m",
         "  memory: 2 records, 200B",
     ]
+
+
+def test_p63_a_disk_without_direct_io_is_said_to_be() -> None:
+    totals = {"records": 0, "used_bytes": 0, "capacity_bytes": 4096}
+    found = [
+        _lines({"namespaces": [], "store": {"disk": {**totals, **more}}, "by_store": True})
+        for more in ({"direct_io": True}, {"direct_io": False}, {})
+    ]
+    plain = ["disk in all: 0 records, 0B of 4KiB used"]
+    assert found == [plain, [f"{plain[0]}, no direct I/O"], plain]

@@ -220,7 +220,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("damage", KINDS)
-def test_each_damage_is_a_counted_miss_and_costs_nothing_else(
+def test_p64_each_damage_is_a_counted_miss_and_costs_nothing_else(
     sim: SimStore, damage: Callable[[Closed], set[Name]]
 ) -> None:
     made = 0

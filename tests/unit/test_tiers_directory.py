@@ -127,7 +127,7 @@ def test_p18_a_second_opener_is_refused_and_told_the_owner(tmp_path: Path) -> No
     Directory(str(tmp_path / "disk"), 16 * MIB).close()
 
 
-def test_a_newer_format_is_refused_with_a_way_out_and_left_alone(tmp_path: Path) -> None:
+def test_p61_a_newer_format_is_refused_with_a_way_out_and_left_alone(tmp_path: Path) -> None:
     place = tmp_path / "disk"
     close(open_disk(place))
     fields = json.loads((place / "FORMAT").read_text())
@@ -214,7 +214,7 @@ def test_growing_keeps_every_record(tmp_path: Path) -> None:
         assert os.path.getsize(tmp_path / "d" / "slab") == 96 * PAGE
 
 
-def test_shrinking_keeps_what_fits(tmp_path: Path) -> None:
+def test_p60_shrinking_keeps_what_fits(tmp_path: Path) -> None:
     with SimStore(1, 64 * PAGE, disk_path=str(tmp_path / "d"), slab_bytes=64 * PAGE) as sim:
         keys = [key_of(n) for n in range(40)]
         sim.put(sim.namespace(), keys, PAGE)
@@ -348,7 +348,7 @@ def test_a_failed_opening_holds_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("damage", ["garbage", "missing", "truncated"])
-def test_a_damaged_index_starts_empty(tmp_path: Path, damage: str) -> None:
+def test_p57_a_damaged_index_starts_empty(tmp_path: Path, damage: str) -> None:
     place = tmp_path / "disk"
     with SimStore(1, 16 * PAGE, disk_path=str(place), slab_bytes=64 * PAGE) as sim:
         sim.put(sim.namespace(), [key_of(1)], PAGE)

@@ -349,7 +349,7 @@ def test_p61_records_are_bounded_in_number_too(tmp_path: Path) -> None:
         assert 90 <= disk_of(sim).records <= 100
 
 
-def test_a_full_index_takes_every_rewrite(tmp_path: Path) -> None:
+def test_p51_a_full_index_takes_every_rewrite(tmp_path: Path) -> None:
     slots = 3000  # more slots than a 1 MiB index has records
     with SimStore(
         1,

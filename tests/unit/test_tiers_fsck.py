@@ -142,7 +142,7 @@ def damaged_entries(values: list[tuple[bytes, bytes]], kind: str) -> dict[bytes,
         ("short", {"malformed": 1}),
     ],
 )
-def test_entries_that_are_not_right_are_told_apart_and_taken_out(
+def test_p81_entries_that_are_not_right_are_told_apart_and_taken_out(
     place: Path, kind: str, bad: dict[str, int]
 ) -> None:
     with Entries(place) as entries:

@@ -66,7 +66,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "index"
 
 
-def test_a_record_is_these_bytes(path: Path) -> None:
+def test_p52_a_value_of_the_index_is_these_40_bytes(path: Path) -> None:
     batch = IndexBatch()
     batch.add(ENTRY)
     assert {n.hex(): (v or b"").hex() for n, v in batch.records.items()} == {

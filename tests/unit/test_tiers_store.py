@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ebbtide.errors import ConfigError
 from ebbtide.testing import RecordingSink, SimStore
 from ebbtide.testing.conformance import key_of
 from ebbtide.tiers.ghosts import Ghosts
@@ -136,6 +137,29 @@ def test_p68_keys_that_are_held_or_being_put_do_not_stop_the_rest(sim: SimStore)
     assert sim.fill(space, keys_of(*range(10)), grants, PAGE, ONE) == bytes(10)
 
 
+def test_p68_each_key_of_a_batch_has_an_outcome_of_its_own_and_may_come_again(
+    tiered: SimStore,
+) -> None:
+    space, batch = tiered.namespace(), keys_of(*range(9))
+    tiered.put(space, keys_of(4), PAGE)
+    in_flight, _ = tiered.store.reserve(TWO, space, keys_of(7), PAGE)
+    with pytest.raises(ConfigError, match="does not fit"):  # the ninth, of another size
+        tiered.store.reserve(ONE, space, keys_of(9), 17 * PAGE)
+    grants, _ = tiered.store.reserve(ONE, space, batch, PAGE)
+    assert tiered.fill(space, batch, grants, PAGE, ONE) == bytes(9)
+    states = tiered.store.lookup(space, keys_of(*range(10)))
+    expected = [Place.MEMORY] * 7 + [Place.PENDING, Place.MEMORY, Miss.NEVER_SEEN]
+    assert list(states) == expected
+    assert tiered.drain()
+    assert tiered.store.disk is not None
+    assert set(tiered.store.disk.keys(space.epoch)) == set(batch) - set(keys_of(7))
+    # Whoever had it gives it up, and what was too large comes in a size that fits.
+    tiered.store.abort(TWO, [grant.sequence for grant in in_flight])
+    assert tiered.put(space, keys_of(7, 9), PAGE) == bytes(2)
+    assert tiered.drain()
+    assert set(tiered.store.disk.keys(space.epoch)) == set(keys_of(*range(10)))
+
+
 def test_a_key_named_twice_in_one_reserve_is_granted_once(sim: SimStore) -> None:
     grants, reason = sim.store.reserve(ONE, sim.namespace(), keys_of(1, 1), PAGE)
     assert reason is None
@@ -251,7 +275,7 @@ def test_p95_a_put_writes_only_what_no_tier_has(tiered: SimStore) -> None:
 # -- looking at it, ending it ---------------------------------------------------------------------
 
 
-def test_counters_add_up(tiered: SimStore) -> None:
+def test_p84_counters_add_up_and_bytes_are_records_times_their_size(tiered: SimStore) -> None:
     space = tiered.namespace()
     for number in range(40):
         tiered.put(space, keys_of(number), PAGE)
@@ -263,6 +287,8 @@ def test_counters_add_up(tiered: SimStore) -> None:
     assert counts["stored"] + counts["promoted"] - counts["memory_evicted"] == memory.records
     report: Any = tiered.store.stats()
     assert report["disk"]["write_bytes"] == report["disk"]["demoted_bytes"] == 40 * PAGE
+    assert counts["stored_bytes"] == counts["granted_bytes"] == 40 * PAGE
+    assert 0 < report["disk"]["read_bytes"] == counts["promoted_bytes"] == counts["promoted"] * PAGE
     assert report["memory"]["used_bytes"] == memory.records * PAGE
     assert report["loads"] == 0
 

@@ -49,7 +49,7 @@ def survey(sim: SimStore) -> dict[bytes, dict[str, Any]]:
     return found
 
 
-def test_records_are_counted_under_their_namespace_in_both_tiers(tiered: SimStore) -> None:
+def test_p61_records_are_counted_under_their_namespace_in_both_tiers(tiered: SimStore) -> None:
     one, two = tiered.namespace("one"), tiered.namespace("two")
     tiered.put(one, keys_of(*range(8)), LENGTH)
     tiered.put(two, keys_of(*range(4)), PAGE)
@@ -138,7 +138,7 @@ def test_a_drop_is_counted_once_also_of_a_record_that_two_tiers_held(tiered: Sim
     assert survey(tiered)[space.digest]["drops"] == {"reset": 5}
 
 
-def test_what_the_disk_evicts_of_a_namespace_that_nobody_opened_is_counted(
+def test_p61_what_the_disk_evicts_of_a_namespace_that_nobody_opened_is_counted(
     tiered: SimStore,
 ) -> None:
     old = tiered.namespace("old").digest
