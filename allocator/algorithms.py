@@ -6,7 +6,6 @@ that share blocks must add it alike, since a namespace holds only its name.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import pickle
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import xxhash
 
 from ebbtide.allocator import cbor
-from ebbtide.errors import ConfigError, MisuseError
+from ebbtide.errors import MisuseError, unknown_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -99,17 +98,9 @@ def register_algorithm(
 
 def hash_algorithm(name: str) -> HashAlgorithm:
     """The algorithm of that name. Raises ConfigError that lists the choices for any other name."""
-    try:
-        return _ALGORITHMS[name]
-    except KeyError:
-        pass
-    close = difflib.get_close_matches(name, _ALGORITHMS, n=1)
-    hint = f"Did you mean {close[0]!r}? " if close else ""
-    raise ConfigError(
-        f"unknown hash algorithm {name!r}",
-        next_step=f"{hint}Choose one of {', '.join(_ALGORITHMS)}; {DEFAULT_ALGORITHM} is the "
-        "default",
-    )
+    if name not in _ALGORITHMS:
+        raise unknown_name("hash algorithm", name, _ALGORITHMS)
+    return _ALGORITHMS[name]
 
 
 def _pickle(item: object) -> bytes:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Protocol
 
 from ebbtide.allocator.block import FreeBlockQueue
-from ebbtide.errors import ConfigError
+from ebbtide.errors import ConfigError, unknown_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -67,10 +66,5 @@ def register_eviction_policy(
 def eviction_policy(name: str, blocks: Iterable[Block]) -> EvictionPolicy:
     """A policy over the blocks of a new pool. Raises ConfigError that lists the choices."""
     if name not in _POLICIES:
-        close = get_close_matches(name, _POLICIES, 1)
-        hint = f"Did you mean {close[0]!r}? " if close else ""
-        raise ConfigError(
-            f"unknown eviction policy {name!r}",
-            next_step=f"{hint}Choose one of {', '.join(sorted(_POLICIES))}",
-        )
+        raise unknown_name("eviction policy", name, sorted(_POLICIES))
     return _POLICIES[name](blocks)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
-from ebbtide.errors import ConfigError
+from ebbtide.errors import ConfigError, unknown_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -61,12 +60,7 @@ def group_spec(kind: str, block_size: int, span_tokens: int | None = None) -> Gr
             built=sorted(_KINDS),
         )
     if kind not in _KINDS:
-        close = get_close_matches(kind, _KINDS, 1)
-        raise ConfigError(
-            f"unknown kind of KV group {kind!r}",
-            next_step=f"Did you mean {close[0]!r}?" if close else "",
-            built=sorted(_KINDS),
-        )
+        raise unknown_name("kind of KV group", kind, sorted(_KINDS))
     if kind == FullAttention.kind:
         if span_tokens is not None:
             raise ConfigError("full attention has no window", span_tokens=span_tokens)

@@ -6,6 +6,12 @@ a counter and a rate-limited log line inside the supervisors.
 
 from __future__ import annotations
 
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 
 class EbbtideError(Exception):
     """Base of all errors of this package.
@@ -52,3 +58,13 @@ class TierUnavailableError(EbbtideError):
 
 class NoSpaceError(EbbtideError):
     """A bounded resource is exhausted."""
+
+
+def unknown_name(what: str, name: str, known: Iterable[str]) -> ConfigError:
+    """The error for a name that was chosen and is none: with the nearest one, and with all."""
+    names = list(known)
+    close = get_close_matches(name, names, 1)
+    hint = f"Did you mean {close[0]!r}? " if close else ""
+    return ConfigError(
+        f"unknown {what} {name!r}", next_step=f"{hint}Choose one of {', '.join(names)}"
+    )
