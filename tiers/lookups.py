@@ -86,13 +86,15 @@ class Lookups:
 
     def touch(self, namespace: Namespace, keys: Sequence[bytes]) -> None:
         """See `Store.touch`."""
-        disk = self._store.disk
+        disk, mover = self._store.disk, self._store.mover
         in_memory = self._store.memory.index(namespace.epoch)
         rows = self.disk_rows(namespace, keys).tolist()
         for key, row in zip(reversed(keys), reversed(rows), strict=True):
             record = in_memory.get(key)
             if record is not None:
                 self._store.memory.touch(record)
+                if row == NO_ROW and mover is not None:
+                    mover.used_again(record)
             if row != NO_ROW and disk is not None:
                 disk.index.touch(row)
 

@@ -45,6 +45,7 @@ class MemoryRecord:
         "sequence",
         "state",
         "stride",
+        "used_again",
         "waiting",
     )
 
@@ -59,6 +60,7 @@ class MemoryRecord:
         self.offset = -1  # before it is placed
         self.pins = 0
         self.dirty = False  # whole, but no disk tier holds it
+        self.used_again = False  # since it was stored, or it had been here before
         self.doomed = False  # out of the index; the slot goes with the last pin
         self.waiting: list[Callable[[], None]] = []  # loads that wait for READING to end
 

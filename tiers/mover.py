@@ -7,8 +7,9 @@ a record that came from disk is never written again.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
+from ebbtide.tiers.admission import Admission, AdmitAll
 from ebbtide.tiers.disk_record import Put
 from ebbtide.tiers.reasons import Miss
 
@@ -22,19 +23,6 @@ if TYPE_CHECKING:
     from ebbtide.tiers.runtime import Runtime, Timer
 
 PRESS_SCAN = 256  # how far the search for the coldest unwritten records goes, per size
-
-
-class Admission(Protocol):
-    """Whether a record is worth a write to disk at all."""
-
-    def admit(self, epoch: int, key: bytes, length: int) -> bool: ...
-
-
-class AdmitAll:
-    """Everything is written."""
-
-    def admit(self, epoch: int, key: bytes, length: int) -> bool:
-        return True
 
 
 class Mover:
@@ -84,6 +72,13 @@ class Mover:
         self._pressed = True
         self.run()
 
+    def used_again(self, record: MemoryRecord) -> None:
+        """Of a record that the disk tier does not hold: it may be worth a write now. O(1)."""
+        if not record.used_again and not self._disk.down:
+            record.used_again = True
+            self._memory.soil(record, self._runtime.now())
+            self._arm()
+
     def drain(self) -> None:
         """From now on write everything dirty, as fast as the queue allows.
 
@@ -108,7 +103,7 @@ class Mover:
             if not self._disk.takes(record.epoch, record.length):
                 fits = record.length <= self._disk.space.largest_bytes
                 refused[record] = Miss.OVER_QUOTA if fits else Miss.NOT_ADMITTED
-            elif self._admission.admit(record.epoch, record.key, record.length):
+            elif self._admission.admit(record):
                 puts.append(self._begin(record))
             else:
                 refused[record] = Miss.NOT_ADMITTED

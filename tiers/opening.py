@@ -13,6 +13,7 @@ import lmdb
 
 from ebbtide.errors import ConfigError, TierUnavailableError
 from ebbtide.machine import free_disk_bytes
+from ebbtide.tiers.admission import AdmitSecondUse
 from ebbtide.tiers.arena import Arena
 from ebbtide.tiers.bounds import Bounds
 from ebbtide.tiers.directory import Directory
@@ -261,6 +262,7 @@ class OpenStore:
             self.open_disk.tier if self.open_disk else None,
             bounds,
             stored_namespaces=self.open_disk.namespaces if self.open_disk else (),
+            admission=AdmitSecondUse() if disk and disk.admission == "second_use" else None,
             quotas=quotas,
         )
         self.health: DiskHealth | None = None

@@ -31,6 +31,7 @@ class Grant(NamedTuple):
     sequence: int
 
 
+WAS_HERE = (Miss.EVICTED, Miss.NOT_ADMITTED)
 NOTHING_TO_DO = Grant(0, 0)
 _REFUSALS = {
     Miss.BUSY: "reserve_busy",
@@ -69,6 +70,7 @@ class Reservations:
                 self._count_refusal(namespace, reason)
                 return grants, reason
             missed = store.ghosts.reason(namespace.epoch, key)
+            record.used_again = missed in WAS_HERE
             store.tallies.of(namespace.epoch).misses[missed] += 1
             self._records[record.sequence] = record
             self._holdings.setdefault(engine, set()).add(record.sequence)

@@ -16,7 +16,7 @@ from ebbtide.tiers.ghosts import Ghosts
 from ebbtide.tiers.load import Load, Sink
 from ebbtide.tiers.lookups import Lookups
 from ebbtide.tiers.memory import MemoryRecord, MemoryTier, State
-from ebbtide.tiers.mover import Admission, Mover
+from ebbtide.tiers.mover import Mover
 from ebbtide.tiers.namespaces import Namespaces
 from ebbtide.tiers.pins import Pins
 from ebbtide.tiers.quotas import Quotas
@@ -28,6 +28,7 @@ from ebbtide.tiers.tally import Tallies
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from ebbtide.tiers.admission import Admission
     from ebbtide.tiers.arena import Arena
     from ebbtide.tiers.bounds import Bounds
     from ebbtide.tiers.disk import DiskTier

@@ -85,12 +85,16 @@ class DiskConfig(Section, frozen=True, kw_only=True):
     write_after_s: Annotated[
         float, Meta(ge=0, description="Age at which a record in memory is also written to disk.")
     ] = 30.0
+    admission: Annotated[
+        Literal["all", "second_use"],
+        Meta(description="What is written: all records, or those that were used again."),
+    ] = "all"
     read_threads: Annotated[
         int, Meta(ge=1, le=64, description="Threads that read from the disk.")
-    ] = 4
+    ] = 8
     write_threads: Annotated[
         int, Meta(ge=1, le=64, description="Threads that write to the disk.")
-    ] = 4
+    ] = 8
     lru_save_interval_s: Annotated[
         float, Meta(gt=0, description="Time between two saves of the eviction order.")
     ] = 60.0

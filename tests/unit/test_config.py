@@ -54,8 +54,9 @@ def test_the_defaults_are_those_of_the_design() -> None:
         "commit_batch_bytes": 64 * MIB,
         "commit_interval_s": 0.05,
         "write_after_s": 30.0,
-        "read_threads": 4,
-        "write_threads": 4,
+        "admission": "all",
+        "read_threads": 8,
+        "write_threads": 8,
         "lru_save_interval_s": 60.0,
     }
     assert msgspec.structs.asdict(config.limits) == {
@@ -222,6 +223,7 @@ def test_units_are_in_the_names_of_all_fields_that_have_one() -> None:
         "memory.verify",
         "memory.populate",
         "disk.path",
+        "disk.admission",
         "disk.read_threads",
         "disk.write_threads",
         "limits.ghost_entries",

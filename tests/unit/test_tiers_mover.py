@@ -16,6 +16,8 @@ from ebbtide.tiers.runtime import WRITE
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from ebbtide.tiers.memory import MemoryRecord
+
 PAGE = 4096
 
 
@@ -162,7 +164,7 @@ def test_a_record_that_no_segment_of_the_disk_holds_stays_in_memory_alone(tmp_pa
 
 
 class AdmitNone:
-    def admit(self, epoch: int, key: bytes, length: int) -> bool:
+    def admit(self, record: MemoryRecord) -> bool:
         return False
 
 

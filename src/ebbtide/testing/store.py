@@ -22,8 +22,8 @@ from ebbtide.tiers.store import Store
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ebbtide.tiers.admission import Admission
     from ebbtide.tiers.disk_health import DiskHealth
-    from ebbtide.tiers.mover import Admission
     from ebbtide.tiers.namespace import Namespace
     from ebbtide.tiers.reasons import Miss
     from ebbtide.tiers.slab import Slab
