@@ -1,4 +1,4 @@
-"""A reference engine in a process of its own: prompts in, answers out."""
+"""A reference engine in a process of its own, and somebody who asks it all the time."""
 
 from __future__ import annotations
 
@@ -9,19 +9,24 @@ import select
 import signal
 import subprocess
 import sys
+import threading
+import time
+from collections import Counter
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tests.controls import NEW_TOKENS, TINY
+from tests.controls import NEW_TOKENS, TINY, answers
 from tests.live.conftest import PATIENCE_S, PROGRAMS
 
 from ebbtide.connectors.reference import ModelConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
+    from random import Random
 
 MODEL_FIELDS = [field.name for field in fields(ModelConfig) if field.name != "dtype"]
+FAVOURITES = 6  # texts that are asked for as often as all together
 
 
 class Answer(NamedTuple):
@@ -141,3 +146,110 @@ class EngineProcess:
         if not line.endswith("\n"):
             raise EOFError("the engine has ended")
         return line.strip()
+
+
+class Asker:
+    """Asks one engine all the time, and compares every answer with the one of no cache.
+
+    `serve` runs in a thread of its own; the rest is for the test's thread. An engine that was
+    killed is started again; one that ends by itself fails `serve`.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], EngineProcess],
+        prompts: Sequence[list[int]],
+        right: Sequence[tuple[int, ...]],
+        draw: Random,
+    ) -> None:
+        self.requests = 0
+        self.restored_tokens = 0
+        self.misses: Counter[str] = Counter()  # blocks, by reason
+        self.longest_s = 0.0  # until a line was answered, but for engines that were stopped
+        self.engine = start()
+        self._start = start
+        self._prompts, self._right, self._draw = prompts, right, draw
+        self._killed: EngineProcess | None = None
+        self._stopped = False
+        self._up, self._go = threading.Event(), threading.Event()
+        self._resting, self._ended = threading.Event(), threading.Event()
+        self._go.set()
+
+    def serve(self) -> None:
+        """Until `leave`."""
+        while not self._ended.is_set():
+            try:
+                self._serve_one_life()
+            except EOFError:
+                self._up.clear()
+                if self.engine is not self._killed:
+                    code = self.engine.process.wait(PATIENCE_S)
+                    raise AssertionError(f"an engine ended by itself, code {code}") from None
+                self.engine.end()
+                self.engine = self._start()
+
+    @property
+    def is_up(self) -> bool:
+        """Its engine takes prompts."""
+        return self._up.is_set()
+
+    def kill(self) -> None:
+        """Kill its engine, which is up."""
+        assert self.engine.process.poll() is None
+        self._killed = self.engine
+        self._up.clear()
+        self.engine.process.kill()
+
+    def stop(self) -> None:
+        """Stop its engine where it is."""
+        self._stopped = True
+        self.engine.process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Undo `stop`."""
+        self.engine.process.send_signal(signal.SIGCONT)
+
+    def rest(self) -> None:
+        """Ask no more, from the next answer on."""
+        self._go.clear()
+
+    @property
+    def is_at_rest(self) -> bool:
+        """The engine has nothing under way, and nobody asks it."""
+        return self._resting.is_set()
+
+    def resume(self) -> None:
+        """Undo `rest`."""
+        self._resting.clear()
+        self._go.set()
+
+    def leave(self) -> None:
+        """Let `serve` end."""
+        self._ended.set()
+        self._go.set()
+
+    def _serve_one_life(self) -> None:
+        self.engine.until_ready()
+        self._up.set()
+        while not self._ended.is_set():
+            if self._go.is_set():
+                self._ask()
+            else:
+                self.engine.drain()
+                self._resting.set()
+                self._go.wait()
+
+    def _ask(self) -> None:
+        texts = self._prompts if self._draw.random() < 0.5 else self._prompts[:FAVOURITES]
+        chosen = [self._draw.randrange(len(texts)) for _ in range(self._draw.randint(1, 3))]
+        asked = time.monotonic()
+        found = self.engine.ask(*(texts[number] for number in chosen))
+        if not self._stopped:
+            self.longest_s = max(self.longest_s, time.monotonic() - asked)
+        self._stopped = False
+        assert answers(found) == [self._right[number] for number in chosen], "a wrong token"
+        assert self.engine.faults == 0
+        self.requests += len(found)
+        for answer in found:
+            self.restored_tokens += answer.restored_tokens
+            self.misses.update(answer.misses)
