@@ -17,9 +17,10 @@ import socket
 import time
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -40,6 +41,7 @@ from ebbtide.tiers.opening import OpenStore
 from ebbtide.tiers.runtime import ThreadRuntime
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Callable, Iterator, Sequence
 
     from tests.live.conftest import House
@@ -49,10 +51,10 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.live, pytest.mark.slow]
 
 SEED = int(os.environ.get("EBBTIDE_TEST_CHAOS_SEED", "1"))
-KILLS = int(os.environ.get("EBBTIDE_TEST_CHAOS_KILLS", "3"))  # of stores, and of engines
+KILLS = int(os.environ.get("EBBTIDE_TEST_CHAOS_KILLS", "2"))  # of stores, and of engines
 STOPPED_S = float(os.environ.get("EBBTIDE_TEST_CHAOS_STOPPED_S", "1"))
 ROUNDS = max(1, KILLS // 10)  # of what is no mere kill
-QUIET_EVERY = 5  # steps
+QUIET_EVERY = 8  # steps
 CATCHES_MAX = 100  # engines stopped until one is in the middle of a copy
 ARENAS_MAX = 2  # mapped by an engine: the store's, and that of the last copy
 DISK_BYTES = 32 << 20
@@ -104,6 +106,7 @@ class Chaos:
             for model in MODELS
         ]
         self._serving: list[Future[None]] = []
+        self._wanted = cycle(Held._fields)  # under way when the next thing happens
 
     @contextmanager
     def serving(self) -> Iterator[None]:
@@ -160,6 +163,7 @@ class Chaos:
     def stop_engine(self, then: str) -> None:
         """In the middle of a copy. What it holds stays its own while the others fill the tiers."""
         asker, held = self._stop_in_a_copy()
+        self._cut(held)
         others = [one for one in self.askers if one is not asker]
         time.sleep(self.draw.uniform(0.2, 0.8))
         with self._at_rest(others):
@@ -202,13 +206,14 @@ class Chaos:
             with reach_running(self.house.socket) as owner:
                 report = owner.check(lambda done, of: None)
             assert report.is_sound, report
+            self._eventually(lambda: self._watched() <= len(self.askers))
             for asker in self.askers:
                 assert _arenas_of(asker.engine) <= ARENAS_MAX
         self.did["times quiet"] += 1
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _start_store(self) -> Any:
+    def _start_store(self) -> subprocess.Popen[bytes]:
         log = str(self.house.log)
         return self.house.adopt(start_store(self.settings, private=False, log_path=log))
 
@@ -244,13 +249,21 @@ class Chaos:
         assert not stats["counts"].get("faults")
         return stats
 
+    def _watched(self) -> int:
+        """Processes that the store watches because they map its arena."""
+        watched = 0
+        for file in Path(f"/proc/{self.store.pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # closed meanwhile
+                watched += os.readlink(file) == "anon_inode:[pidfd]"
+        return watched
+
     def _held(self) -> Held:
         stats = self._stats()
         return Held(stats["memory"]["reserved_bytes"], stats["loads"])
 
     def _catch(self) -> Held:
         """Return right behind a look at the store that has found copies under way: these."""
-        wanted = self.draw.choice(Held._fields)
+        wanted = next(self._wanted)
         held: list[Held] = []
 
         def under_way() -> int:
@@ -268,7 +281,6 @@ class Chaos:
     def _await_answers(self) -> None:
         """From every engine."""
         before = [asker.requests for asker in self.askers]
-
         self._eventually(
             lambda: all(one.requests > n for one, n in zip(self.askers, before, strict=True))
         )
