@@ -16,7 +16,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tests.controls import NEW_TOKENS, TINY, answers
-from tests.live.conftest import PATIENCE_S, PROGRAMS
+from tests.live.conftest import PROGRAMS
 
 from ebbtide.connectors.reference import ModelConfig
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from random import Random
 
 MODEL_FIELDS = [field.name for field in fields(ModelConfig) if field.name != "dtype"]
+HANG_S = 100.0  # an engine that starts on a busy machine takes half a minute
 FAVOURITES = 6  # texts that are asked for as often as all together
 
 
@@ -116,18 +117,18 @@ class EngineProcess:
     def store_has_ended(self) -> bool:
         """Waits for it. The private store."""
         assert self.store_fd is not None
-        return bool(select.select([self.store_fd], [], [], PATIENCE_S)[0])
+        return bool(select.select([self.store_fd], [], [], HANG_S)[0])
 
     def finish(self) -> int:
         """The end of its input; returns the exit status."""
         assert self.process.stdin is not None
         self.process.stdin.close()
-        return self.process.wait(PATIENCE_S)
+        return self.process.wait(HANG_S)
 
     def end(self) -> None:
         """Kill what is left, whatever its state, and collect it. Idempotent."""
         self.process.kill()
-        self.process.wait(PATIENCE_S)
+        self.process.wait(HANG_S)
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
             with contextlib.suppress(BrokenPipeError):
@@ -140,7 +141,7 @@ class EngineProcess:
 
     def _line(self) -> str:
         assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], PATIENCE_S)
+        ready, _, _ = select.select([self.process.stdout], [], [], HANG_S)
         assert ready, "the engine does not answer"
         line = self.process.stdout.readline()
         if not line.endswith("\n"):
@@ -183,7 +184,7 @@ class Asker:
             except EOFError:
                 self._up.clear()
                 if self.engine is not self._killed:
-                    code = self.engine.process.wait(PATIENCE_S)
+                    code = self.engine.process.wait(HANG_S)
                     raise AssertionError(f"an engine ended by itself, code {code}") from None
                 self.engine.end()
                 self.engine = self._start()
