@@ -112,8 +112,8 @@ def _sum_up(chaos: Chaos, watch: Watch) -> None:
     lost = {reason: misses[reason] for reason in ("unknown", "timeout", "io_error", "corrupt")}
     print(  # noqa: T201  # shown with -s
         f"seed {SEED}: {events}; {requests} requests right, {restored} tokens restored,"
-        f" {faults} faults of hooks, blocks missed for {lost}, disk {watch.most} of {DISK_BYTES} bytes,"
-        f" longest answer {longest_s:.2f} s"
+        f" {faults} faults of hooks, blocks missed for {lost},"
+        f" disk {watch.most} of {DISK_BYTES} bytes, longest answer {longest_s:.2f} s"
     )
     assert min(did["times during loads"], did["times during stores"]) >= KILLS / 4
     assert restored > 500 * KILLS
