@@ -169,6 +169,7 @@ class Chaos:
             frame = wire.encode(3, wire.Commit((*granted, 0)))
             peer.sendall(frame[: self.draw.randrange(1, len(frame))])
         self.did["slots of vanished clients"] += len(granted)
+        self.quiet()
 
     def quiet(self) -> None:
         """Nobody asks: nothing is held for anybody, and every record is right."""
