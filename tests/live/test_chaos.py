@@ -71,7 +71,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return found
 
 
-@pytest.mark.timeout(300 + 20 * KILLS + 6 * STOPPED_S * ROUNDS)
+@pytest.mark.timeout(300 + 40 * KILLS + 6 * STOPPED_S * ROUNDS)
 def test_engines_serve_right_whatever_happens(house: House, temporary: Path) -> None:
     draw = Random(SEED)
     with closing(Chaos(house, draw, stopped_s=STOPPED_S)) as chaos:
