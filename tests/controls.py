@@ -7,7 +7,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -74,7 +74,14 @@ def conversations(seed: int, users: int, turns: int, *, opening: int = 60) -> li
     return prompts
 
 
-def answers(outputs: Iterable[RequestOutput]) -> list[tuple[int, ...]]:
+class HasTokens(Protocol):
+    """An answer."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]: ...
+
+
+def answers(outputs: Iterable[HasTokens]) -> list[tuple[int, ...]]:
     """Only the tokens."""
     return [output.token_ids for output in outputs]
 

@@ -68,20 +68,22 @@ def attach_socket(
     *,
     bounds: SchedulerBounds | None = None,
     load_timeout_s: float = LOAD_TIMEOUT_S,
+    required: bool = True,
 ) -> Halves:
     """Connect both halves to a store's process, each by its own connection, and wait until it
     answers.
 
-    Raises TierUnavailableError when there is no store.
+    Raises TierUnavailableError when there is no store. Not `required`: waits for nothing, and every
+    block is computed until a store answers.
     """
     name = os.urandom(16)
-    control = SocketClient(socket_path, name, "scheduler", arena=False)
+    control = SocketClient(socket_path, name, "scheduler", arena=False, required=required)
     try:
-        data = SocketClient(socket_path, name, "worker", arena=True)
+        data = SocketClient(socket_path, name, "worker", arena=True, required=required)
     except TierUnavailableError:
         control.close()
         raise
-    return _attach(engine, control, data, bounds, load_timeout_s)
+    return _attach(engine, control, data, bounds, load_timeout_s, wait=required)
 
 
 def attach_local(
@@ -95,7 +97,7 @@ def attach_local(
     """Connect both halves to a store in this process. The store stays the caller's."""
     name = os.urandom(16)
     control, data = LocalClient(store, runtime, name), LocalClient(store, runtime, name)
-    return _attach(engine, control, data, bounds, load_timeout_s)
+    return _attach(engine, control, data, bounds, load_timeout_s, wait=True)
 
 
 def _attach(
@@ -104,6 +106,8 @@ def _attach(
     data: Client,
     bounds: SchedulerBounds | None,
     load_timeout_s: float,
+    *,
+    wait: bool,
 ) -> Halves:
     layout = PagedLayout.from_tensors(engine.runner.kv_caches, block_dim=1)
     descriptor = describe(engine, layout).pairs()
@@ -124,7 +128,8 @@ def _attach(
     worker = OffloadWorker(data, device_copies(layouts), load_timeout_s=load_timeout_s)
     halves = Halves(scheduler, worker)
     try:
-        _wait_until_ready(halves, control)
+        if wait:
+            _wait_until_ready(halves, control)
         engine.attach(scheduler, worker)
     except EbbtideError:
         worker.close()

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ebbtide.connectors.client import SocketClient
+from ebbtide.connectors import protocol as wire
+from ebbtide.connectors.client import SocketClient, ask
 from ebbtide.connectors.process import start_store
 
 if TYPE_CHECKING:
@@ -123,6 +124,13 @@ class House:
         found = SocketClient(self.socket, engine or os.urandom(16), "tool", arena=arena)
         self._clients.append(found)
         return found
+
+    def stats(self) -> dict[str, Any]:
+        """The numbers of the store that answers now."""
+        with contextlib.closing(SocketClient(self.socket, bytes(16), "tool", arena=False)) as tool:
+            report = ask(tool, wire.Stats())
+        assert isinstance(report, wire.Report)
+        return report.report
 
     @property
     def log(self) -> Path:

@@ -237,6 +237,31 @@ def test_p76_an_upgraded_store_is_used_again_and_another_protocol_costs_hits_alo
     assert attached.halves.scheduler.faults.count == attached.halves.worker.faults.count == 0
 
 
+def test_an_engine_that_starts_before_its_store_computes_until_it_is_there(
+    house: House, reference: Reference
+) -> None:
+    prompts = [tokens(300, seed=number) for number in range(4)]
+    right = reference.answers(prompts)
+    engine = Engine(TINY, 128)
+    scheduler, worker = attach_socket(engine, house.socket, required=False)
+    try:
+        assert answers(engine.generate(prompts, NEW_TOKENS)) == right
+        house.start()
+        deadline = time.monotonic() + PATIENCE_S
+        while not (scheduler.ready and worker.ready):
+            assert time.monotonic() < deadline
+            engine.step()
+        for source in ("computed", "memory"):
+            assert engine.reset_prefix_cache()
+            outputs = engine.generate(prompts, NEW_TOKENS)
+            assert engine.drain()
+            assert answers(outputs) == right
+            assert min(getattr(output.sources, source) for output in outputs) > 250
+        assert scheduler.faults.count == worker.faults.count == 0
+    finally:
+        engine.close()
+
+
 def test_no_hook_waits_for_a_store_that_is_stopped(
     attached: Attached, reference: Reference
 ) -> None:

@@ -9,9 +9,6 @@ import cbor2
 import pytest
 from tests.live.conftest import eventually
 
-from ebbtide.connectors import protocol as wire
-from ebbtide.connectors.client import ask
-
 if TYPE_CHECKING:
     from tests.live.conftest import House
 
@@ -20,12 +17,6 @@ pytestmark = pytest.mark.live
 KEPT = 30  # records of the quiet engine; its floor is 38 of 128 slots
 LOADS = 20
 FAIRNESS = {"cap": 0.8, "namespace": [{"match": "model=quiet", "floor": 0.3}]}
-
-
-def _stats(house: House) -> dict[str, Any]:
-    report = ask(house.client(), wire.Stats())
-    assert isinstance(report, wire.Report)
-    return report.report
 
 
 def _shares(stats: dict[str, Any], model: str) -> dict[str, Any]:
@@ -40,15 +31,15 @@ def test_the_loads_of_one_engine_come_beside_the_flood_of_another(house: House, 
     quiet, loud = house.engine(model="quiet"), house.engine(model="loud")
     assert quiet.do(f"put 0 {KEPT}") == str(KEPT)
     loud.send("put 1000 4000")
-    eventually(lambda: _stats(house)["counts"]["stored"] > KEPT)  # the flood has begun
+    eventually(lambda: house.stats()["counts"]["stored"] > KEPT)  # the flood has begun
     for _ in range(LOADS):
         assert quiet.do(f"load 0 {KEPT}") == f"{KEPT} 0 0"
     # It rests, and whoever stores all the time would be the more recent in all of memory.
-    stored = _stats(house)["counts"]["stored"]
-    eventually(lambda: _stats(house)["counts"]["stored"] > stored + 300, 30.0)
+    stored = house.stats()["counts"]["stored"]
+    eventually(lambda: house.stats()["counts"]["stored"] > stored + 300, 30.0)
     assert quiet.do(f"load 0 {KEPT}") == f"{KEPT} 0 0"
     loud.end()
-    stats = _stats(house)
+    stats = house.stats()
     flood = _shares(stats, "loud")
     assert flood["refused"]["store_shed"] > 0
     assert flood["memory_slot_bytes"] <= 0.8 * stats["memory"]["capacity_bytes"]

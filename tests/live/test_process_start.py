@@ -50,9 +50,7 @@ def _stop(store: subprocess.Popen[bytes]) -> int:
 
 def test_a_started_store_answers_at_once(house: House) -> None:
     house.start()
-    report = ask(house.client(), wire.Stats())
-    assert isinstance(report, wire.Report)
-    assert report.report["memory"]["capacity_bytes"] == 16 << 20
+    assert house.stats()["memory"]["capacity_bytes"] == 16 << 20
 
 
 def test_of_two_processes_that_start_a_store_one_does(house: House) -> None:

@@ -17,8 +17,6 @@ import pytest
 from tests.live.conftest import PATIENCE_S, eventually
 
 import ebbtide
-from ebbtide.connectors import protocol as wire
-from ebbtide.connectors.client import ask
 from ebbtide.errors import ConfigError, MisuseError, TierUnavailableError
 
 if TYPE_CHECKING:
@@ -40,9 +38,7 @@ def name_of(number: int) -> bytes:
 
 
 def bytes_in_use(house: House, name: str) -> int:
-    report = ask(house.client(), wire.Stats())
-    assert isinstance(report, wire.Report)
-    found: int = report.report["memory"][name]
+    found: int = house.stats()["memory"][name]
     return found
 
 
