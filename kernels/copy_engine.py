@@ -32,6 +32,7 @@ class EngineCopies:
     """
 
     name = "engine"
+    staging = None
 
     def __init__(self, driver: Driver, table: FragmentTable) -> None:
         self._driver = driver

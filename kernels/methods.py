@@ -35,6 +35,11 @@ class Method(Protocol):
 
     name: str
 
+    @property
+    def staging(self) -> torch.Tensor | None:
+        """Device memory that other methods of the same stream may use too."""
+        ...
+
     def gather(
         self,
         block_ids: Sequence[int],
@@ -64,6 +69,7 @@ class TorchCopies:
     """Copies by torch alone: the reference, on any device."""
 
     name = TORCH
+    staging = None
 
     def __init__(self, table: FragmentTable) -> None:
         self._layout = table.layout
@@ -93,8 +99,10 @@ class TorchCopies:
         scatter_from(self._layout, block_ids, arena, offsets)
 
 
-def make_method(name: str, driver: Driver, table: FragmentTable) -> Method:
-    """A new one, with staging memory of its own where it needs that.
+def make_method(
+    name: str, driver: Driver, table: FragmentTable, staging: torch.Tensor | None = None
+) -> Method:
+    """A new one. Where it needs staging memory: `staging` of another one, or its own.
 
     Raises TierUnavailableError with the reason when it cannot be had here.
     """
@@ -109,7 +117,7 @@ def make_method(name: str, driver: Driver, table: FragmentTable) -> Method:
     from ebbtide.kernels.staged_copy import StagedCopies
 
     try:
-        return StagedCopies(driver, table)
+        return StagedCopies(driver, table, staging=staging)
     except torch.OutOfMemoryError as error:
         raise TierUnavailableError("No device memory is left for staging") from error
 

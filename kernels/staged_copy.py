@@ -73,16 +73,23 @@ class Tile(NamedTuple):
 
 
 class StagedCopies:
-    """Gather and scatter for one table, with a staging buffer of its own.
+    """Gather and scatter for one table, by way of a staging buffer.
 
     Threads and streams: one at a time; torch's current stream must be the one that is passed. Both
-    queue their work and return. Raises torch.OutOfMemoryError when there is no room for staging.
+    queue their work and return. `staging`: uint8 memory of the same device to use, if it is large
+    enough for a record; only on the stream that its other users copy on. Raises
+    torch.OutOfMemoryError when there is no room for staging.
     """
 
     name = "kernel"
 
     def __init__(
-        self, driver: CopyQueue, table: FragmentTable, *, staging_bytes: int = STAGING_BYTES
+        self,
+        driver: CopyQueue,
+        table: FragmentTable,
+        *,
+        staging: torch.Tensor | None = None,
+        staging_bytes: int = STAGING_BYTES,
     ) -> None:
         self._driver = driver
         self._table = table
@@ -91,9 +98,11 @@ class StagedCopies:
             torch.from_numpy(column).to(device)
             for column in (table.base, table.block_stride, table.record_offset, table.length)
         )
-        self._capacity = max(1, staging_bytes // table.record_bytes)  # records
-        size = self._capacity * table.record_bytes
-        self.staging = torch.empty(size, dtype=torch.uint8, device=device)
+        if staging is None or staging.numel() < table.record_bytes:
+            size = max(1, staging_bytes // table.record_bytes) * table.record_bytes
+            staging = torch.empty(size, dtype=torch.uint8, device=device)
+        self.staging = staging
+        self._capacity = staging.numel() // table.record_bytes  # records
         self._tile = Tile.of(table)
 
     def gather(

@@ -7,6 +7,9 @@ What makes them safe:
   its former owner before it is written.
 * A job has ended when its stream has: then alone are blocks and slots let go.
 * The arena is registered with the device until the last copy that uses it has ended.
+* Layer by layer, a copy leaves a mark behind each layer: an event of its stream. The compute stream
+  is made to wait for the mark, and only a mark that has been set can be waited for: until then the
+  engine's thread waits. After a fault no further mark comes, but the job's end, and nobody waits.
 """
 
 from __future__ import annotations
@@ -14,26 +17,23 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from ebbtide.errors import ConfigError, TierUnavailableError
 from ebbtide.tiers.device import CopyEnd, DeviceCopies
+from ebbtide.tiers.mapped_arenas import Device, MappedArena, MappedArenas
 from ebbtide.tiers.supervisor import outcome_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Hashable, Mapping, Sequence
 
     import torch
 
     from ebbtide.kernels.choice import Choice
-    from ebbtide.kernels.driver import Driver
     from ebbtide.kernels.fragments import FragmentTable
     from ebbtide.kernels.layout import PagedLayout
     from ebbtide.kernels.methods import Method
-    from ebbtide.kernels.registration import Registration
     from ebbtide.kernels.streams import Event, Stream
-    from ebbtide.tiers.arena import Arena
     from ebbtide.tiers.device import CopyJob
 
 _log = logging.getLogger(__name__)
@@ -41,15 +41,9 @@ _log = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 10.0
 
 
-class Device(NamedTuple):
-    """Where the blocks are. `compute_stream` returns the stream that the engine works on."""
-
-    driver: Driver
-    ordinal: int
-    compute_stream: Callable[[], int]
-
-
-def stream_copies(layouts: Mapping[int, PagedLayout], wanted: str) -> StreamCopies:
+def stream_copies(
+    layouts: Mapping[int, PagedLayout], wanted: str, *, by_layer: bool = False
+) -> StreamCopies:
     """Copies for blocks on a CUDA device, each group by the method that is best for its layout.
 
     Raises ConfigError when the wanted method cannot be had, or the device has no CUDA driver.
@@ -81,24 +75,12 @@ def stream_copies(layouts: Mapping[int, PagedLayout], wanted: str) -> StreamCopi
             device=where,
             reason=error,
         ) from error
-    return StreamCopies(layouts, device, choices)
-
-
-@dataclass(slots=True)
-class _MappedArena:
-    """An arena as the device knows it. `jobs` under the owner's lock."""
-
-    arena: Arena
-    tensor: torch.Tensor
-    jobs: int = 0
-    retired: bool = False  # another arena has come
-    known: bool = False  # it was tried to register
-    registration: Registration | None = None
+    return StreamCopies(layouts, device, choices, by_layer=by_layer)
 
 
 class _Queued(NamedTuple):
     job: CopyJob
-    mapped: _MappedArena
+    mapped: MappedArena
     ready: Event | None
 
 
@@ -113,19 +95,30 @@ class StreamCopies(DeviceCopies):
         layouts: Mapping[int, PagedLayout],
         device: Device | None = None,
         choices: Mapping[int, Choice] | None = None,
+        *,
+        by_layer: bool = False,
     ) -> None:
         from ebbtide.kernels.fragments import FragmentTable
 
-        super().__init__(layouts)
+        super().__init__(layouts, by_layer=by_layer)
         self._device = device
-        self._tables = {group: FragmentTable.of(layout) for group, layout in layouts.items()}
-        self._arenas: dict[int, _MappedArena] = {}  # by identity; the last one is in use
-        self._lock = threading.Lock()
-        self._registering = threading.Lock()  # takes seconds: never with the other lock held
+        self._tables: dict[tuple[int, int | None], FragmentTable] = {}  # by group and layer
+        for group, layout in layouts.items():
+            self._tables[group, None] = FragmentTable.of(layout)
+            for number, layer in enumerate(self._layers[group]):
+                self._tables[group, number] = FragmentTable.of(layer.layout)
+        self._arenas = MappedArenas(device)
         stores = {group: choice.store for group, choice in (choices or {}).items()}
         loads = {group: choice.load for group, choice in (choices or {}).items()}
         self._stores = _Lane(self, "ebbtide-stores", stores)
         self._loads = _Lane(self, "ebbtide-loads", loads)
+
+    def wait_for_layer(self, tag: Hashable, group: int, layer: int) -> None:
+        self._loads.wait_for_layer((tag, group), layer)
+
+    def wait_for_end(self, tag: Hashable) -> None:
+        for group in self.layouts:
+            self._loads.wait_for_end((tag, group))
 
     def settle_stores(self) -> None:
         self._stores.settle()
@@ -136,14 +129,12 @@ class StreamCopies(DeviceCopies):
             lane.leave()
         ended = all(lane.join(CLOSE_TIMEOUT_S) for lane in lanes)
         if ended:
-            for mapped in self._arenas.values():
-                mapped.retired = True
-            self._drop_retired()
+            self._arenas.close()
             self._whole = None
         return ended
 
     def _accept(self, job: CopyJob) -> None:
-        mapped, ready = self._map(job.arena), None
+        mapped, ready = self._arenas.map(job.arena, self._tensor(job.arena)), None
         if self._device is not None:
             from ebbtide.kernels.streams import Event
 
@@ -152,61 +143,30 @@ class StreamCopies(DeviceCopies):
             ready.record(self._device.compute_stream())
         (self._loads if job.to_device else self._stores).put(_Queued(job, mapped, ready))
 
-    def _map(self, arena: Arena) -> _MappedArena:
-        """For one more job. Quick: what is no longer used is dropped where a job ends."""
-        with self._lock:
-            for other in self._arenas.values():
-                other.retired = other.arena is not arena
-            mapped = self._arenas.get(id(arena))
-            if mapped is None:
-                mapped = self._arenas[id(arena)] = _MappedArena(arena, self._tensor(arena))
-            mapped.jobs += 1
-            return mapped
+    def _in_parts(self, job: CopyJob) -> Sequence[CopyJob]:
+        """The job, layer by layer where somebody may wait for its layers."""
+        if not (self.by_layer and job.to_device):
+            return (job,)
+        return [job._replace(layer=layer) for layer in range(len(self._layers[job.group]))]
 
-    def _unmap(self, mapped: _MappedArena) -> None:
-        """Where a job has ended, in its lane's thread."""
-        with self._lock:
-            mapped.jobs -= 1
-        self._drop_retired()
 
-    def _drop_retired(self) -> None:
-        with self._lock:
-            places = [place for place, one in self._arenas.items() if one.retired and not one.jobs]
-            gone = [self._arenas.pop(place).registration for place in places]
-        for registration in gone:
-            if registration is not None:
-                assert self._device is not None
-                self._device.driver.use(self._device.ordinal)
-                registration.close()
-
-    def _registered(self, mapped: _MappedArena) -> Registration | None:
-        """None: copies go through memory that is not locked, slowly, and by torch."""
-        assert self._device is not None
-        from ebbtide.kernels.registration import Registration
-
-        with self._registering:
-            if not mapped.known:
-                mapped.known = True
-                address, size = mapped.tensor.data_ptr(), mapped.tensor.numel()
-                try:
-                    mapped.registration = Registration(self._device.driver, address, size)
-                except TierUnavailableError as error:
-                    # As text: the error itself would keep the arena mapped.
-                    _log.warning("Copies are slow: %s", str(error))
-            return mapped.registration
+_Marks = dict[int, "Event | None"]  # by layer, of those that are queued; None: it is there
 
 
 class _Lane:
-    """One direction: a queue, a thread, and on a device a stream."""
+    """Copies one job after the other. `methods`: what copies on a device, by group."""
 
     def __init__(self, owner: StreamCopies, name: str, methods: Mapping[int, str]) -> None:
         self._owner = owner
         self._names = methods  # by group
         # Of the lane's thread alone:
         self._stream: Stream | None = None
-        self._methods: dict[tuple[int, str], Method] = {}
+        self._methods: dict[tuple[int, int | None, str], Method] = {}
+        self._staging: torch.Tensor | None = None
+        # Under the condition:
         self._queue: deque[_Queued] = deque()
-        self._left = 0  # begun or not; under the condition, like the queue
+        self._left = 0  # begun or not
+        self._marks: dict[tuple[Hashable, int], _Marks] = {}  # by tag and group, until the end
         self._closing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -215,6 +175,8 @@ class _Lane:
     def put(self, queued: _Queued) -> None:
         with self._changed:
             self._left += 1
+            if self._owner.by_layer:
+                self._marks[queued.job.tag, queued.job.group] = {}
             self._queue.append(queued)
             self._changed.notify_all()
 
@@ -222,6 +184,22 @@ class _Lane:
         """Wait until nothing is left."""
         with self._changed:
             while self._left:
+                self._changed.wait()
+
+    def wait_for_layer(self, name: tuple[Hashable, int], layer: int) -> None:
+        with self._changed:
+            while (marks := self._marks.get(name)) is not None and layer not in marks:
+                self._changed.wait()
+            mark = marks[layer] if marks is not None else None
+            if mark is not None:  # while it is here nobody closes it
+                device = self._owner._device
+                assert device is not None
+                device.driver.use(device.ordinal)
+                mark.hold_back(device.compute_stream())
+
+    def wait_for_end(self, name: tuple[Hashable, int]) -> None:
+        with self._changed:
+            while name in self._marks:
                 self._changed.wait()
 
     def leave(self) -> None:
@@ -236,13 +214,17 @@ class _Lane:
     def _run(self) -> None:
         while (queued := self._next()) is not None:
             error = outcome_of(self._copy, queued)
-            fault = outcome_of(self._owner._unmap, queued.mapped)
+            fault = outcome_of(self._owner._arenas.unmap, queued.mapped)
             if fault is not None:
                 _log.warning("An arena is still registered with the device: %s", str(fault))
             self._owner._ends.append(CopyEnd(queued.job.tag, queued.job.to_device, error))
             with self._changed:
                 self._left -= 1
+                marks = self._marks.pop((queued.job.tag, queued.job.group), {})
                 self._changed.notify_all()
+            for mark in marks.values():
+                if mark is not None:
+                    outcome_of(lambda event: event.close(), mark)
         if self._stream is not None:
             outcome_of(lambda stream: stream.close(), self._stream)
 
@@ -256,7 +238,9 @@ class _Lane:
     def _copy(self, queued: _Queued) -> None:
         device = self._owner._device
         if device is None or queued.ready is None:
-            self._owner._move(queued.job)
+            for part in self._owner._in_parts(queued.job):
+                self._owner._move(part)
+                self._mark(part, None)
             return
         try:
             self._copy_on_stream(queued, device, queued.ready)
@@ -268,39 +252,58 @@ class _Lane:
         from ebbtide.kernels.streams import Stream
 
         device.driver.use(device.ordinal)
-        registration = self._owner._registered(queued.mapped)
-        job, table = queued.job, self._owner._tables[queued.job.group]
+        registration = self._owner._arenas.registered(queued.mapped)
+        table = self._owner._tables[queued.job.group, None]
         table.check_current()
         stream = self._stream = self._stream or Stream(device.driver)
         try:
             stream.wait(ready)
             with current_stream(table, stream.handle):
-                method = self._method(job.group, table, registered=registration is not None)
-                move = method.scatter if job.to_device else method.gather
-                move(
-                    job.block_ids,
-                    queued.mapped.tensor,
-                    job.offsets,
-                    stream=stream.handle,
-                    registration=registration,
-                )
+                for part in self._owner._in_parts(queued.job):
+                    method = self._method(part, registered=registration is not None)
+                    move = method.scatter if part.to_device else method.gather
+                    move(
+                        part.block_ids,
+                        queued.mapped.tensor,
+                        self._owner._offsets(part),
+                        stream=stream.handle,
+                        registration=registration,
+                    )
+                    self._mark(part, stream)
         finally:
             # Also after a fault: what was queued before it may still touch blocks and slots.
             stream.synchronize()
 
-    def _method(self, group: int, table: FragmentTable, *, registered: bool) -> Method:
+    def _mark(self, part: CopyJob, stream: Stream | None) -> None:
+        """Say that a layer is queued, on a stream, or that it is there."""
+        if part.layer is None:
+            return
+        mark = None
+        if stream is not None:
+            from ebbtide.kernels.streams import Event
+
+            assert self._owner._device is not None
+            mark = Event(self._owner._device.driver)
+            mark.record(stream.handle)
+        with self._changed:
+            self._marks[part.tag, part.group][part.layer] = mark
+            self._changed.notify_all()
+
+    def _method(self, part: CopyJob, *, registered: bool) -> Method:
         from ebbtide.kernels.choice import ENGINE, TORCH
         from ebbtide.kernels.methods import make_method
 
         assert self._owner._device is not None
         driver = self._owner._device.driver
-        name = self._names.get(group, TORCH) if registered else TORCH
-        made = self._methods.get((group, name))
+        table = self._owner._tables[part.group, part.layer]
+        name = self._names.get(part.group, TORCH) if registered else TORCH
+        made = self._methods.get((part.group, part.layer, name))
         if made is None:
             try:
-                made = make_method(name, driver, table)
+                made = make_method(name, driver, table, self._staging)
             except TierUnavailableError as error:
                 _log.warning("Copies by %s cannot be had any more: %s", name, str(error))
                 made = make_method(ENGINE, driver, table)  # needs nothing but the driver
-            self._methods[group, name] = made
+            self._methods[part.group, part.layer, name] = made
+            self._staging = made.staging if made.staging is not None else self._staging
         return made

@@ -21,6 +21,7 @@ from ebbtide.tiers.device import device_copies
 from ebbtide.tiers.namespace import Descriptor
 
 if TYPE_CHECKING:
+    from ebbtide.config_schema import Layerwise
     from ebbtide.connectors.reference.engine import Engine
     from ebbtide.tiers.runtime import ThreadRuntime
     from ebbtide.tiers.store import Store
@@ -68,9 +69,10 @@ def attach_socket(
     *,
     bounds: SchedulerBounds | None = None,
     load_timeout_s: float = LOAD_TIMEOUT_S,
+    layerwise: Layerwise = "auto",
 ) -> Halves:
     """Connect both halves to a store's process, each by its own connection, and wait until it
-    answers.
+    answers. `layerwise` as in `connector.layerwise`.
 
     Raises TierUnavailableError when there is no store.
     """
@@ -81,7 +83,7 @@ def attach_socket(
     except TierUnavailableError:
         control.close()
         raise
-    return _attach(engine, control, data, bounds, load_timeout_s)
+    return _attach(engine, control, data, bounds, load_timeout_s, layerwise)
 
 
 def attach_local(
@@ -91,11 +93,15 @@ def attach_local(
     *,
     bounds: SchedulerBounds | None = None,
     load_timeout_s: float = LOAD_TIMEOUT_S,
+    layerwise: Layerwise = "auto",
 ) -> Halves:
-    """Connect both halves to a store in this process. The store stays the caller's."""
+    """Connect both halves to a store in this process. The store stays the caller's.
+
+    `layerwise` as in `connector.layerwise`.
+    """
     name = os.urandom(16)
     control, data = LocalClient(store, runtime, name), LocalClient(store, runtime, name)
-    return _attach(engine, control, data, bounds, load_timeout_s)
+    return _attach(engine, control, data, bounds, load_timeout_s, layerwise)
 
 
 def _attach(
@@ -104,6 +110,7 @@ def _attach(
     data: Client,
     bounds: SchedulerBounds | None,
     load_timeout_s: float,
+    layerwise: Layerwise,
 ) -> Halves:
     layout = PagedLayout.from_tensors(engine.runner.kv_caches, block_dim=1)
     descriptor = describe(engine, layout).pairs()
@@ -121,7 +128,8 @@ def _attach(
         bounds=bounds,
     )
     layouts = dict.fromkeys(range(len(engine.runner.config.windows)), layout)
-    worker = OffloadWorker(data, device_copies(layouts), load_timeout_s=load_timeout_s)
+    copies = device_copies(layouts, layerwise=layerwise)
+    worker = OffloadWorker(data, copies, load_timeout_s=load_timeout_s)
     halves = Halves(scheduler, worker)
     try:
         _wait_until_ready(halves, control)

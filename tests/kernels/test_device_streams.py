@@ -28,7 +28,8 @@ from ebbtide.kernels.methods import choose_method, make_method
 from ebbtide.kernels.streams import Stream
 from ebbtide.tiers.arena import Arena
 from ebbtide.tiers.device import CopyEnd, device_copies
-from ebbtide.tiers.device_streams import Device, StreamCopies, stream_copies
+from ebbtide.tiers.device_streams import StreamCopies, stream_copies
+from ebbtide.tiers.mapped_arenas import Device
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -257,10 +258,12 @@ def test_a_method_that_is_lost_later_is_replaced(
 ) -> None:
     """Staging memory that was there when it was measured may be gone when it is needed."""
 
-    def make(name: str, driver: Driver, table: FragmentTable) -> methods_module.Method:
+    def make(
+        name: str, driver: Driver, table: FragmentTable, staging: torch.Tensor | None = None
+    ) -> methods_module.Method:
         if name == "kernel":
             raise TierUnavailableError("No device memory is left for staging")
-        return make_method(name, driver, table)
+        return make_method(name, driver, table, staging)
 
     monkeypatch.setattr(methods_module, "make_method", make)
     rig = Rig(stand_in, stand_in.driver(), {0: Choice("kernel", "kernel")})

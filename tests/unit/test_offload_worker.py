@@ -35,6 +35,7 @@ class HandCopies:
         self.offsets: list[list[int]] = []  # of the same jobs
         self.ends: list[CopyEnd] = []
         self.open_jobs = 0
+        self.by_layer = False
         self.closed = False
         self.settled = 0
         self.refuse_from: int | None = None  # number of the job
