@@ -27,13 +27,13 @@ from tests.controls import (
 
 from ebbtide.connectors.reference import Engine, ModelConfig
 from ebbtide.connectors.reference.scheduler import Scheduler
-from ebbtide.connectors.seam import WorkerReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Sequence
     from pathlib import Path
 
     from ebbtide.connectors.reference.scheduler import Scheduled
+    from ebbtide.connectors.seam import WorkerReport
     from ebbtide.tiers.device import CopyJob
 
 DEEP = replace(TINY, num_layers=4)
@@ -90,7 +90,7 @@ def arriving(
 
 
 class Late:
-    """Copies to the device that move a layer when the engine waits for it, or for the end.
+    """Copies to the device that move a layer when somebody waits for it, or for what is behind it.
 
     `log`: in turn what was waited for and what was moved, as ("wait" or "move", group, layer).
     """
@@ -98,35 +98,42 @@ class Late:
     def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[tuple[str, int, int]] = []
         copies = rig.worker._copies
-        move, wait, end = copies._move, copies.wait_for_layer, copies.wait_for_end
-        asked: set[tuple[Hashable, int, int]] = set()
-        ended: set[Hashable] = set()
+        accept, move = copies._accept, copies._move
+        wait, end = copies.wait_for_layer, copies.wait_for_end
+        turns: dict[tuple[Hashable, int], int] = {}  # by tag and group, in the order of the queue
+        self._furthest = (-1, 0)  # turn and layer that may move
         changed = threading.Condition()
+
+        def ask(tag: Hashable, group: int, layer: int) -> None:
+            with changed:
+                if (tag, group) in turns:
+                    self._furthest = max(self._furthest, (turns[tag, group], layer))
+                    changed.notify_all()
+
+        def accepts(job: CopyJob) -> None:
+            if job.to_device:
+                turns[job.tag, job.group] = len(turns)
+            accept(job)
 
         def late(job: CopyJob) -> None:
             if job.layer is not None:
-                key = (job.tag, job.group, job.layer)
+                mine = (turns[job.tag, job.group], job.layer)
                 with changed:
-                    assert changed.wait_for(lambda: key in asked or job.tag in ended, HANG_S)
+                    assert changed.wait_for(lambda: mine <= self._furthest, HANG_S)
                 self.log.append(("move", job.group, job.layer))
             move(job)
 
         def waits(tag: Hashable, group: int, layer: int) -> None:
-            with changed:
-                self.log.append(("wait", group, layer))
-                # Layers come in order: who waits for one waits for those before it as well.
-                asked.update((tag, group, before) for before in range(layer + 1))
-                if group == 0:  # queued behind the window's
-                    asked.update((tag, 1, before) for before in range(layer + 9))
-                changed.notify_all()
+            self.log.append(("wait", group, layer))
+            ask(tag, group, layer)
             wait(tag, group, layer)
 
         def ends(tag: Hashable) -> None:
-            with changed:
-                ended.add(tag)
-                changed.notify_all()
+            for group in copies.layouts:
+                ask(tag, group, 99)
             end(tag)
 
+        monkeypatch.setattr(copies, "_accept", accepts)
         monkeypatch.setattr(copies, "_move", late)
         monkeypatch.setattr(copies, "wait_for_layer", waits)
         monkeypatch.setattr(copies, "wait_for_end", ends)
@@ -172,7 +179,7 @@ def test_restored_answers_are_those_without_a_cache(
         rig.forget_device()
         from_memory = rig.ask(prompts)
         assert answers(from_memory) == expected
-        assert min(output.sources.memory for output in from_memory) >= 96
+        assert min(output.sources.memory for output in from_memory) >= 80
         assert {part.sequence.request.num_prompt_tokens for part in ahead.parts} == {
             len(prompt) for prompt in prompts
         }
@@ -180,7 +187,7 @@ def test_restored_answers_are_those_without_a_cache(
         rig.forget_memory()
         from_disk = rig.ask(prompts, one_by_one=False)
         assert answers(from_disk) == expected
-        assert min(output.sources.disk for output in from_disk) >= 96
+        assert min(output.sources.disk for output in from_disk) >= 80
         rig.assert_adds_up([*from_memory, *from_disk])
         rig.assert_idle()
         assert rig.faults == 0
@@ -230,11 +237,13 @@ def test_planted_a_forward_pass_that_does_not_wait_is_seen(monkeypatch: pytest.M
         finish = ahead.rig.worker.finish_step
 
         def finish_step() -> WorkerReport:
-            for_layer(0, 3)
+            if ahead.parts:
+                for_layer(0, 3)
             return finish()
 
         monkeypatch.setattr(ahead.rig.worker, "finish_step", finish_step)
         (output,) = ahead.rig.ask([PROMPT])
+        assert ahead.parts
         assert output.sources.memory == 144
         assert output.token_ids != plain(DEEP, [PROMPT])[0]
 
@@ -411,6 +420,6 @@ def test_many_requests_in_a_small_pool(model: ModelConfig, monkeypatch: pytest.M
             assert answers(outputs) == right
             rig.forget_device()
         assert len(ahead.parts) > 10
-        assert count[0] > 70
+        assert count[0] > 40
         rig.assert_idle()
         assert rig.faults == 0
