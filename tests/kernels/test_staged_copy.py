@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from tests.kernels.checks import (
+    DEVICE,
     INTERPRETED,
     check_copies,
     guarded,
@@ -17,6 +18,7 @@ from ebbtide.bench.device_rig import HostQueue
 from ebbtide.bench.paged_forms import FORMS, Shape, make_pages
 from ebbtide.errors import MisuseError
 from ebbtide.kernels.fragments import FragmentTable
+from ebbtide.kernels.layers import layers_of
 from ebbtide.kernels.layout import PagedLayout
 from ebbtide.kernels.registration import Registration
 
@@ -97,6 +99,36 @@ def test_records_in_an_arena_come_and_go_in_batches(name: str, stand_in: StandIn
         assert torch.equal(target.record(block), pages.record(block))
     assert not torch.equal(target.record(4), pages.record(4))
     registration.close()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the queue of this test copies in host memory")
+@pytest.mark.parametrize("name", ["kv_first_nhd", "packed_blhnc", "hybrid"])
+def test_layers_go_through_one_staging_buffer(name: str) -> None:
+    """Each layer's method takes the whole's buffer, which holds more of its shorter records."""
+    form = FORMS[name]
+    pages, target = (make_pages(form, SHAPE, torch.float16, seed=seed) for seed in (1, 2))
+    down, up = (
+        PagedLayout.from_tensors(one.tensors, block_dim=form.block_dim) for one in (pages, target)
+    )
+    size = down.record_bytes
+    ids, offsets = [6, 1, 0], [0, 2 * size, size]
+    arena = torch.zeros(3 * size, dtype=torch.uint8)
+    whole = staged_copy.StagedCopies(HostQueue(), FragmentTable.of(down), staging_bytes=size)
+    whole.gather(ids, arena, offsets, stream=5)
+    for layer in layers_of(up):
+        table = FragmentTable.of(layer.layout)
+        copies = staged_copy.StagedCopies(HostQueue(), table, staging=whole.staging)
+        assert copies.staging is whole.staging
+        copies.scatter(ids, arena, layer.offsets(offsets), stream=5)
+    for block in range(SHAPE.blocks):
+        assert torch.equal(target.record(block), pages.record(block)) is (block in ids)
+
+
+def test_staging_that_is_too_small_is_not_shared() -> None:
+    pages = make_pages(FORMS["mla"], SHAPE, torch.float16, device=DEVICE)
+    table = FragmentTable.of(PagedLayout.from_tensors(pages.tensors, block_dim=0))
+    small = torch.zeros(table.record_bytes - 1, dtype=torch.uint8, device=DEVICE)
+    assert staged_copy.StagedCopies(HostQueue(), table, staging=small).staging is not small
 
 
 def test_what_does_not_fit_is_refused() -> None:
