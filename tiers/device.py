@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ebbtide.tiers.supervisor import outcome_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
     import torch
 
@@ -59,7 +59,8 @@ class DeviceCopies(ABC):
     device go first: a request waits for them, and for the others nobody does.
 
     `by_layer`: copies to the device bring one layer after the other, and `wait_for_layer` tells
-    when a forward pass may read one.
+    when a forward pass may read one. Such jobs have tags of their own. The methods for it are there
+    only then.
     """
 
     def __init__(self, layouts: Mapping[int, PagedLayout], *, by_layer: bool = False) -> None:
@@ -99,17 +100,21 @@ class DeviceCopies(ABC):
         self.open_jobs -= len(ends)
         return ends
 
+    def interleave(self, tags: Collection[Hashable]) -> None:
+        """What is left of these jobs to the device goes by layer: one of all, then the next."""
+        raise NotImplementedError
+
     def wait_for_layer(self, tag: Hashable, group: int, layer: int) -> None:
         """Let the compute stream go on when this layer of a job to the device is there.
 
         `layer`: number of a tensor of the group's layout. Also returns when the job has ended,
-        well or not: what is there is known by its end alone. Only with `by_layer`. As long as the
-        copy takes, or until it is queued where the compute stream can wait by itself.
+        well or not: what is there is known by its end alone. As long as the copy takes, or until it
+        is queued where the compute stream can wait by itself.
         """
         raise NotImplementedError
 
     def wait_for_end(self, tag: Hashable) -> None:
-        """Wait until the tag's jobs to the device have ended. Only with `by_layer`."""
+        """Wait until the tag's jobs to the device have ended."""
         raise NotImplementedError
 
     @abstractmethod

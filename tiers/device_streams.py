@@ -17,7 +17,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ebbtide.errors import ConfigError, TierUnavailableError
 from ebbtide.tiers.device import CopyEnd, DeviceCopies
@@ -25,7 +26,7 @@ from ebbtide.tiers.mapped_arenas import Device, MappedArena, MappedArenas
 from ebbtide.tiers.supervisor import outcome_of
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
+    from collections.abc import Collection, Hashable, Mapping
 
     import torch
 
@@ -78,10 +79,12 @@ def stream_copies(
     return StreamCopies(layouts, device, choices, by_layer=by_layer)
 
 
-class _Queued(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Queued:
     job: CopyJob
     mapped: MappedArena
     ready: Event | None
+    parts: deque[CopyJob]  # still to be moved
 
 
 class StreamCopies(DeviceCopies):
@@ -113,6 +116,9 @@ class StreamCopies(DeviceCopies):
         self._stores = _Lane(self, "ebbtide-stores", stores)
         self._loads = _Lane(self, "ebbtide-loads", loads)
 
+    def interleave(self, tags: Collection[Hashable]) -> None:
+        self._loads.interleave(tags)
+
     def wait_for_layer(self, tag: Hashable, group: int, layer: int) -> None:
         self._loads.wait_for_layer((tag, group), layer)
 
@@ -141,13 +147,12 @@ class StreamCopies(DeviceCopies):
             self._device.driver.use(self._device.ordinal)
             ready = Event(self._device.driver)
             ready.record(self._device.compute_stream())
-        (self._loads if job.to_device else self._stores).put(_Queued(job, mapped, ready))
-
-    def _in_parts(self, job: CopyJob) -> Sequence[CopyJob]:
-        """The job, layer by layer where somebody may wait for its layers."""
-        if not (self.by_layer and job.to_device):
-            return (job,)
-        return [job._replace(layer=layer) for layer in range(len(self._layers[job.group]))]
+        parts = deque([job])
+        if self.by_layer and job.to_device:
+            layers = range(len(self._layers[job.group]))
+            parts = deque(job._replace(layer=layer) for layer in layers)
+        queued = _Queued(job, mapped, ready, parts)
+        (self._loads if job.to_device else self._stores).put(queued)
 
 
 _Marks = dict[int, "Event | None"]  # by layer, of those that are queued; None: it is there
@@ -165,7 +170,7 @@ class _Lane:
         self._staging: torch.Tensor | None = None
         # Under the condition:
         self._queue: deque[_Queued] = deque()
-        self._left = 0  # begun or not
+        self._interleaved: set[Hashable] = set()  # tags
         self._marks: dict[tuple[Hashable, int], _Marks] = {}  # by tag and group, until the end
         self._closing = False
         self._changed = threading.Condition()
@@ -174,7 +179,6 @@ class _Lane:
 
     def put(self, queued: _Queued) -> None:
         with self._changed:
-            self._left += 1
             if self._owner.by_layer:
                 self._marks[queued.job.tag, queued.job.group] = {}
             self._queue.append(queued)
@@ -183,8 +187,12 @@ class _Lane:
     def settle(self) -> None:
         """Wait until nothing is left."""
         with self._changed:
-            while self._left:
+            while self._queue:
                 self._changed.wait()
+
+    def interleave(self, tags: Collection[Hashable]) -> None:
+        with self._changed:
+            self._interleaved.update({one.job.tag for one in self._queue}.intersection(tags))
 
     def wait_for_layer(self, name: tuple[Hashable, int], layer: int) -> None:
         with self._changed:
@@ -214,88 +222,93 @@ class _Lane:
     def _run(self) -> None:
         while (queued := self._next()) is not None:
             error = outcome_of(self._copy, queued)
-            fault = outcome_of(self._owner._arenas.unmap, queued.mapped)
-            if fault is not None:
-                _log.warning("An arena is still registered with the device: %s", str(fault))
-            self._owner._ends.append(CopyEnd(queued.job.tag, queued.job.to_device, error))
-            with self._changed:
-                self._left -= 1
-                marks = self._marks.pop((queued.job.tag, queued.job.group), {})
-                self._changed.notify_all()
-            for mark in marks.values():
-                if mark is not None:
-                    outcome_of(lambda event: event.close(), mark)
+            if error is not None or not queued.parts:
+                # Also after a fault: what was queued before it may still touch blocks and slots.
+                fault = outcome_of(self._settle_stream, queued)
+                self._end(queued, error or fault)
         if self._stream is not None:
             outcome_of(lambda stream: stream.close(), self._stream)
 
     def _next(self) -> _Queued | None:
-        """The next job; None when all are done and the engine leaves."""
+        """The job of which a part is to be moved; None when all are done and the engine leaves."""
         with self._changed:
             while not (self._queue or self._closing):
                 self._changed.wait()
-            return self._queue.popleft() if self._queue else None
+            if not self._queue or self._queue[0].job.tag not in self._interleaved:
+                return self._queue[0] if self._queue else None
+            together = (one for one in self._queue if one.job.tag in self._interleaved)
+            return min(together, key=lambda one: one.parts[0].layer or 0)
+
+    def _end(self, queued: _Queued, error: BaseException | None) -> None:
+        job = queued.job
+        fault = outcome_of(self._owner._arenas.unmap, queued.mapped)
+        if fault is not None:
+            _log.warning("An arena is still registered with the device: %s", str(fault))
+        self._owner._ends.append(CopyEnd(job.tag, job.to_device, error))
+        with self._changed:
+            self._queue.remove(queued)
+            marks = self._marks.pop((job.tag, job.group), {})
+            if all(one.job.tag != job.tag for one in self._queue):
+                self._interleaved.discard(job.tag)
+            self._changed.notify_all()
+        for event in (queued.ready, *marks.values()):
+            if event is not None:
+                outcome_of(lambda one: one.close(), event)
+
+    def _settle_stream(self, queued: _Queued) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def _copy(self, queued: _Queued) -> None:
-        device = self._owner._device
+        part, device = queued.parts.popleft(), self._owner._device
         if device is None or queued.ready is None:
-            for part in self._owner._in_parts(queued.job):
-                self._owner._move(part)
-                self._mark(part, None)
-            return
-        try:
-            self._copy_on_stream(queued, device, queued.ready)
-        finally:
-            queued.ready.close()
+            self._owner._move(part)
+        else:
+            self._copy_on_stream(queued, part, device, queued.ready)
+        if part.layer is not None:
+            self._mark(part)
 
-    def _copy_on_stream(self, queued: _Queued, device: Device, ready: Event) -> None:
+    def _copy_on_stream(self, queued: _Queued, part: CopyJob, device: Device, ready: Event) -> None:
         from ebbtide.kernels.methods import current_stream
         from ebbtide.kernels.streams import Stream
 
         device.driver.use(device.ordinal)
         registration = self._owner._arenas.registered(queued.mapped)
-        table = self._owner._tables[queued.job.group, None]
+        table = self._owner._tables[part.group, part.layer]
         table.check_current()
         stream = self._stream = self._stream or Stream(device.driver)
-        try:
+        if not part.layer:  # the first part, or all of it
             stream.wait(ready)
-            with current_stream(table, stream.handle):
-                for part in self._owner._in_parts(queued.job):
-                    method = self._method(part, registered=registration is not None)
-                    move = method.scatter if part.to_device else method.gather
-                    move(
-                        part.block_ids,
-                        queued.mapped.tensor,
-                        self._owner._offsets(part),
-                        stream=stream.handle,
-                        registration=registration,
-                    )
-                    self._mark(part, stream)
-        finally:
-            # Also after a fault: what was queued before it may still touch blocks and slots.
-            stream.synchronize()
+        with current_stream(table, stream.handle):
+            method = self._method(part, table, registered=registration is not None)
+            move = method.scatter if part.to_device else method.gather
+            move(
+                part.block_ids,
+                queued.mapped.tensor,
+                self._owner._offsets(part),
+                stream=stream.handle,
+                registration=registration,
+            )
 
-    def _mark(self, part: CopyJob, stream: Stream | None) -> None:
-        """Say that a layer is queued, on a stream, or that it is there."""
-        if part.layer is None:
-            return
+    def _mark(self, part: CopyJob) -> None:
+        """Say that a layer is queued on the stream or, without one, that it is there."""
+        assert part.layer is not None
         mark = None
-        if stream is not None:
+        if self._stream is not None and self._owner._device is not None:
             from ebbtide.kernels.streams import Event
 
-            assert self._owner._device is not None
             mark = Event(self._owner._device.driver)
-            mark.record(stream.handle)
+            mark.record(self._stream.handle)
         with self._changed:
             self._marks[part.tag, part.group][part.layer] = mark
             self._changed.notify_all()
 
-    def _method(self, part: CopyJob, *, registered: bool) -> Method:
+    def _method(self, part: CopyJob, table: FragmentTable, *, registered: bool) -> Method:
         from ebbtide.kernels.choice import ENGINE, TORCH
         from ebbtide.kernels.methods import make_method
 
         assert self._owner._device is not None
         driver = self._owner._device.driver
-        table = self._owner._tables[part.group, part.layer]
         name = self._names.get(part.group, TORCH) if registered else TORCH
         made = self._methods.get((part.group, part.layer, name))
         if made is None:

@@ -245,8 +245,7 @@ class OffloadWorker:
         load.copying[message.batch] = batch = CopiedBatch(rows, len(parts))
         submitted = 0
         try:
-            # A window's few blocks first: its layers and the other groups' take turns in a model.
-            for group, pairs in sorted(parts.items(), key=lambda part: len(part[1])):
+            for group, pairs in parts.items():
                 self._copies.submit(
                     (load.ticket, message.batch),
                     group,
@@ -290,6 +289,7 @@ class OffloadWorker:
         if not load.over:
             if self._copies.by_layer and not load.arriving and load.all_on_its_way:
                 load.arriving = True
+                self._copies.interleave([(load.ticket, number) for number in load.copying])
                 self._report.arriving.append(load.job.request_id)
             return
         del self._loads[load.ticket]

@@ -39,6 +39,8 @@ static int crosses(const void *p, size_t n) {
 }
 
 static void run(size_t s, size_t until) {
+  /* An event of a stream that is gone: all of it has run, and its number may be another's by now. */
+  if (until > streams[s].count) until = streams[s].count;
   while (streams[s].done < until) {
     Op *op = &streams[s].ops[streams[s].done++];
     if (op->kind == WAIT) {

@@ -37,6 +37,7 @@ class HandCopies:
         self.open_jobs = 0
         self.by_layer = False
         self.waits: list[tuple[Hashable, ...]] = []
+        self.interleaved: list[list[Hashable]] = []
         self.closed = False
         self.settled = 0
         self.refuse_from: int | None = None  # number of the job
@@ -60,6 +61,9 @@ class HandCopies:
 
     def settle_stores(self) -> None:
         self.settled += 1
+
+    def interleave(self, tags: Collection[Hashable]) -> None:
+        self.interleaved.append(list(tags))
 
     def wait_for_layer(self, tag: Hashable, group: int, layer: int) -> None:
         self.waits.append((tag, group, layer))
@@ -387,6 +391,7 @@ def test_a_load_arrives_when_its_last_block_is_under_way(layered: Bench) -> None
     assert layered.half.finish_step().arriving == []
     layered.batch(ticket, 1, [2, 3], D)
     assert layered.half.finish_step().arriving == ["r"]
+    assert layered.copies.interleaved == [[(ticket, 0), (ticket, 1)]]
     assert layered.half.finish_step().arriving == []  # it was said
     layered.copies.end()
     layered.copies.end()

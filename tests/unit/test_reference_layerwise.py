@@ -29,7 +29,7 @@ from ebbtide.connectors.reference import Engine, ModelConfig
 from ebbtide.connectors.reference.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
     from pathlib import Path
 
     from ebbtide.connectors.reference.scheduler import Scheduled
@@ -90,7 +90,7 @@ def arriving(
 
 
 class Late:
-    """Copies to the device that move a layer when somebody waits for it, or for what is behind it.
+    """Copies to the device that move a layer when somebody waits for it, and not before.
 
     `log`: in turn what was waited for and what was moved, as ("wait" or "move", group, layer).
     """
@@ -98,42 +98,44 @@ class Late:
     def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[tuple[str, int, int]] = []
         copies = rig.worker._copies
-        accept, move = copies._accept, copies._move
-        wait, end = copies.wait_for_layer, copies.wait_for_end
-        turns: dict[tuple[Hashable, int], int] = {}  # by tag and group, in the order of the queue
-        self._furthest = (-1, 0)  # turn and layer that may move
+        move, wait, end = copies._move, copies.wait_for_layer, copies.wait_for_end
+        interleave = copies.interleave
+        asked: dict[Hashable, int] = {}  # by tag, the last layer that somebody wants
+        arriving: set[Hashable] = set()
         changed = threading.Condition()
 
-        def ask(tag: Hashable, group: int, layer: int) -> None:
+        def ask(tag: Hashable, layer: int) -> None:
             with changed:
-                if (tag, group) in turns:
-                    self._furthest = max(self._furthest, (turns[tag, group], layer))
-                    changed.notify_all()
+                asked[tag] = layer
+                changed.notify_all()
 
-        def accepts(job: CopyJob) -> None:
-            if job.to_device:
-                turns[job.tag, job.group] = len(turns)
-            accept(job)
+        def may_move(job: CopyJob) -> bool:
+            if job.tag not in arriving:
+                return bool(asked)  # it stands in the way of what is wanted
+            return max(asked.values(), default=-1) >= (job.layer or 0)
 
         def late(job: CopyJob) -> None:
             if job.layer is not None:
-                mine = (turns[job.tag, job.group], job.layer)
                 with changed:
-                    assert changed.wait_for(lambda: mine <= self._furthest, HANG_S)
+                    assert changed.wait_for(lambda: may_move(job), HANG_S)
                 self.log.append(("move", job.group, job.layer))
             move(job)
 
+        def together(tags: Collection[Hashable]) -> None:
+            arriving.update(tags)
+            interleave(tags)
+
         def waits(tag: Hashable, group: int, layer: int) -> None:
             self.log.append(("wait", group, layer))
-            ask(tag, group, layer)
+            ask(tag, layer)
             wait(tag, group, layer)
 
         def ends(tag: Hashable) -> None:
-            for group in copies.layouts:
-                ask(tag, group, 99)
+            ask(tag, 99)
             end(tag)
+            del asked[tag]
 
-        monkeypatch.setattr(copies, "_accept", accepts)
+        monkeypatch.setattr(copies, "interleave", together)
         monkeypatch.setattr(copies, "_move", late)
         monkeypatch.setattr(copies, "wait_for_layer", waits)
         monkeypatch.setattr(copies, "wait_for_end", ends)
@@ -216,15 +218,18 @@ def test_a_layer_is_used_before_the_next_one_has_arrived(monkeypatch: pytest.Mon
         assert late.log[: len(expected)] == expected
 
 
-def test_a_window_brings_its_few_blocks_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the first layers, which take turns, do not wait for all of the long group's."""
+def test_groups_and_batches_arrive_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of two groups take turns in the model, and every block may be a batch of its own."""
     with arriving(monkeypatch, MIXED) as ahead:
+        ahead.rig.read_one_by_one()
         late = Late(ahead.rig, monkeypatch)
         assert answers(ahead.rig.ask([PROMPT])) == plain(MIXED, [PROMPT])
-        moves = [(group, layer) for what, group, layer in late.log if what == "move"]
-        assert moves == [(1, 0), (1, 1), (0, 0), (0, 1)]
-        last = late.log.index(("move", 0, 1))
-        assert late.log.index(("wait", 0, 0)) < last  # a layer of it was used before the last came
+        moves = [layer for what, _, layer in late.log if what == "move"]
+        assert moves == sorted(moves)
+        assert len(moves) == 2 * (9 + 3)  # all blocks of the one group, a window of the other
+        waited = [(group, layer) for what, group, layer in late.log if what == "wait"]
+        assert list(dict.fromkeys(waited)) == [(1, 0), (0, 0), (1, 1), (0, 1)]
+        assert late.log.index(("wait", 0, 0)) < late.log.index(("move", 0, 1))
 
 
 def test_planted_a_forward_pass_that_does_not_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
