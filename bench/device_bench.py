@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ebbtide.bench import device_attention, device_copies, device_restore
+from ebbtide.bench import device_attention, device_copies, device_layers, device_restore
 from ebbtide.bench.device_rig import DeviceRig
 from ebbtide.errors import ConfigError
 from ebbtide.tiers.supervisor import outcome_of
@@ -37,6 +37,7 @@ STAGES: dict[str, Callable[[DeviceRig], None]] = {
     "prefill": device_attention.prefill,
     "interference": device_copies.interference,
     "restore": device_restore.restore,
+    "layerwise": device_layers.layerwise,
 }
 NEED_TRITON = ("attention_exactness", "decode", "prefill")
 

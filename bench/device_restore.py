@@ -1,25 +1,20 @@
-"""Stage of `ebbtide bench device`: a prefix restored against one computed.
-
-Restored as a whole before the first layer runs, or layer by layer while earlier layers compute.
-"""
+"""Stage of `ebbtide bench device`: a prefix restored against one computed, without an engine."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from ebbtide.bench.device_rig import DeviceRig, shuffled
 from ebbtide.connectors.reference.model import ModelConfig
 from ebbtide.connectors.reference.runner import Part, Runner
-from ebbtide.kernels.driver import Order
-from ebbtide.kernels.fragments import Copies, FragmentTable, joined
+from ebbtide.kernels.fragments import FragmentTable
 from ebbtide.kernels.layout import PagedLayout
 from ebbtide.kernels.methods import TorchCopies
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
 BLOCK = 16
 NEW_TOKENS = 16
@@ -36,20 +31,6 @@ FULL = ModelConfig(
     max_position=40960,
     dtype=torch.bfloat16,
 )
-
-
-class LayerWise:
-    """The caches of a model, of which each is handed out when `arrived` lets it be."""
-
-    def __init__(self, caches: Sequence[torch.Tensor], arrived: Callable[[int], None]) -> None:
-        self._caches, self._arrived = caches, arrived
-
-    def __len__(self) -> int:
-        return len(self._caches)
-
-    def __getitem__(self, number: int) -> torch.Tensor:
-        self._arrived(number)
-        return self._caches[number]
 
 
 def restore(rig: DeviceRig) -> None:
@@ -95,10 +76,9 @@ class _Restore:
         )
         rig.synchronize()
         ways: dict[str, Callable[[], torch.Tensor]] = {
-            f"whole.{name}": lambda method=method: self._whole(method.scatter)  # type: ignore[misc]  # bound now
+            name: lambda method=method: self._whole(method.scatter)  # type: ignore[misc]  # bound now
             for name, method in rig.methods(self.table).items()
         }
-        ways["layerwise.engine"] = self._layerwise
         for way, work in ways.items():
             for cache in self.runner.kv_caches:
                 cache.zero_()
@@ -127,56 +107,3 @@ class _Restore:
         count = len(self.offsets)
         scatter(self.blocks[:count], self.arena, self.offsets, stream=self.rig.stream)
         return self._behind_prefix()
-
-    def _layerwise(self) -> torch.Tensor:
-        """Each layer's fragments on a stream of their own, an event behind each."""
-        per_layer = self._copies_by_layer()
-        arrived = self._copy_at_once(per_layer) if self.rig.dry else self._copy_ahead(per_layer)
-        caches = self.runner.kv_caches
-        self.runner.kv_caches = LayerWise(caches, arrived)  # type: ignore[assignment]  # indexed alone
-        try:
-            return self._behind_prefix()
-        finally:
-            self.runner.kv_caches = caches
-
-    def _copies_by_layer(self) -> list[Copies]:
-        records = self.arena.data_ptr() + np.array(self.offsets, dtype=np.int64)
-        found, place = [], 0
-        for cache in self.runner.kv_caches:
-            table = FragmentTable.of(PagedLayout.from_tensors([cache], block_dim=1))
-            one = table.copies(self.blocks[: len(records)], records + place)
-            found.append(joined(one))
-            place += table.record_bytes
-        return found
-
-    def _copy_at_once(self, per_layer: list[Copies]) -> Callable[[int], None]:
-        def arrived(layer: int) -> None:
-            one = per_layer[layer]
-            self.rig.queue.copy(
-                one.blocks, one.records, one.lengths, stream=self.rig.stream, order=Order.ANY
-            )
-
-        return arrived
-
-    def _copy_ahead(self, per_layer: list[Copies]) -> Callable[[int], None]:
-        from ebbtide.kernels.streams import Event, Stream
-
-        driver = self.rig.queue
-        stream, events = Stream(driver), []
-        before = Event(driver)
-        before.record(self.rig.stream)
-        stream.wait(before)
-        for one in per_layer:
-            driver.copy(one.blocks, one.records, one.lengths, stream=stream.handle, order=Order.ANY)
-            event = Event(driver)
-            event.record(stream.handle)
-            events.append(event)
-        before.close()
-
-        def arrived(layer: int) -> None:
-            driver.call("cuStreamWaitEvent", self.rig.stream, events[layer].handle, 0)
-            events[layer].close()
-            if layer == len(events) - 1:
-                stream.close()
-
-        return arrived

@@ -102,6 +102,7 @@ class Engine:
             self.kv, max_batched_tokens=max_batched_tokens, max_running=max_running
         )
         self.last_step_tokens = 0
+        self.tokens_ahead = 0  # that were computed on loads still arriving, and counted
         self.being_computed: set[int] = set()  # blocks that have their hash before their content
         self.hash_algorithm = hash_algorithm
         self._log_line = log_line
@@ -311,6 +312,7 @@ class Engine:
     ) -> list[RequestOutput]:
         """Take what stands of a step: `rows` of its logits, by part."""
         chosen = logits.argmax(dim=-1).tolist()
+        self.tokens_ahead += sum(part.num_tokens for part in rows if part.ahead)
         row_of = {part.sequence.request_id: row for part, row in rows.items()}
         outputs = []
         for sequence in self.scheduler.computed(list(rows)):
