@@ -103,6 +103,7 @@ def test_a_pass_that_does_not_wait_for_its_layers_fails_the_run(
     def ends(self: StreamCopies, tag: Hashable) -> None:
         end.set()
         wait(self, tag)
+        end.clear()
 
     monkeypatch.setattr(StreamCopies, "_move", late)
     monkeypatch.setattr(StreamCopies, "wait_for_end", ends)

@@ -218,6 +218,19 @@ def test_a_layer_is_used_before_the_next_one_has_arrived(monkeypatch: pytest.Mon
         assert late.log[: len(expected)] == expected
 
 
+def test_what_a_step_filled_ahead_of_the_load_is_found_when_it_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also if the request ends with that step: nobody else will give those blocks their names."""
+    longer = PROMPT + tokens(50, 6)
+    with arriving(monkeypatch) as ahead:
+        Late(ahead.rig, monkeypatch)
+        ahead.rig.engine.generate([longer], 1)
+        assert [part.num_tokens for part in ahead.parts] == [200 - 144]
+        assert ahead.rig.engine.tokens_ahead == 200 - 144
+        assert all(ahead.rig.device_bytes(ahead.rig.hashes(longer)))  # twelve full blocks
+
+
 def test_groups_and_batches_arrive_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of two groups take turns in the model, and every block may be a batch of its own."""
     with arriving(monkeypatch, MIXED) as ahead:
