@@ -179,6 +179,7 @@ CUresult CUDAAPI cuStreamSynchronize(CUstream stream) {
 CUresult CUDAAPI cuEventCreate(CUevent *event, unsigned flags) {
   if (flags != CU_EVENT_DISABLE_TIMING) return CUDA_ERROR_INVALID_VALUE;
   pthread_mutex_lock(&lock);
+  events[event_count % EVENTS] = (Event){0};
   *event = (CUevent)(0x9000 + event_count++ % EVENTS);
   pthread_mutex_unlock(&lock);
   return CUDA_SUCCESS;

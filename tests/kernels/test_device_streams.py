@@ -228,6 +228,10 @@ def test_a_layer_is_read_before_the_next_has_come(
     assert log == ["[False, False] [True, False]", "[True, False] [True, True]"]
 
 
+def test_layers_wait_for_the_work_that_reads_their_blocks(layered: Rig, arena: Arena) -> None:
+    check_load_after_compute(layered, arena)
+
+
 def test_planted_a_pass_that_does_not_wait_for_a_layer_is_seen(
     layered: Rig, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:

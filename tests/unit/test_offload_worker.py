@@ -445,6 +445,22 @@ def test_a_load_that_cannot_be_whole_does_not_arrive(layered: Bench, how: str) -
     assert report.loads[0].loaded_blocks < 4
 
 
+def test_half_a_batch_that_is_copied_does_not_arrive() -> None:
+    """The copies of one group have begun; those of the other could not."""
+    bench = Bench((0, 1))
+    bench.copies.by_layer = True
+    bench.copies.refuse_from = 1
+    keys = tuple(pack_key(bytes([n]) * 32, n % 2) for n in range(4))
+    ticket = bench.load(LoadJob("r", keys, (10, 11, 12, 13)))
+    bench.batch(ticket, 0, [0, 1, 2, 3])
+    assert bench.half.finish_step().arriving == []
+    bench.say(ticket, wire.Done())
+    assert bench.half.finish_step().arriving == []
+    bench.copies.end()
+    report = bench.half.finish_step()
+    assert (report.arriving, report.loads[0].loaded_blocks) == ([], 0)
+
+
 def test_a_pass_waits_for_what_arrives_and_for_nothing_else(layered: Bench) -> None:
     ticket = layered.load()
     layered.batch(ticket, 0, [0, 1])
