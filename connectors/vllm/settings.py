@@ -85,8 +85,7 @@ def read_settings(vllm_config: VllmConfig) -> Settings:
     config = load_config(extra).config
     if config.connector.layerwise == "on":
         raise ConfigError(
-            "vLLM cannot run a request on a load that is still arriving: what a step made of it"
-            " could not be taken back",
+            "Under vLLM no request runs on a load that is still arriving",
             next_step="Leave out connector.layerwise.",
         )
     algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)

@@ -143,8 +143,8 @@ def test_a_failed_load_must_not_fail_its_request(tiers: Tiers) -> None:
 
 def test_running_ahead_of_a_load_is_refused(tiers: Tiers) -> None:
     """Asked for by name; what the engine cannot do by itself is left out."""
-    assert read_settings(config_of(tiers, connector={"layerwise": "auto"}))
-    error = refused(config_of(tiers, connector={"layerwise": "on"}))
+    assert read_settings(config_of(tiers, layerwise="auto"))
+    error = refused(config_of(tiers, layerwise="on"))
     assert "connector.layerwise" in error.next_step
 
 
