@@ -10,8 +10,6 @@ from ebbtide.connectors.seam import LoadResult
 from ebbtide.tiers.reasons import Miss, label
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from ebbtide.connectors.seam import LoadJob
 
 
@@ -46,12 +44,14 @@ class IncomingLoad:
 
     @property
     def all_on_its_way(self) -> bool:
-        """Every block is there or being copied, and nothing has failed."""
+        """Every block is there or being copied, and nothing has failed. Quick while it is not."""
         failed = not all(batch.loaded for batch in self.copying.values())
         if failed or self.given_up or self.void is not None:
             return False
-        copying = set(self._copying())
-        return all(n in copying or source in TIERS for n, source in enumerate(self.sources))
+        unnamed = sum(len(batch.rows) for batch in self.copying.values())
+        if self.sources.count(None) != unnamed:
+            return False
+        return all(source is None or source in TIERS for source in self.sources)
 
     def name(self, position: int, source: str) -> None:
         """Where a block came from, or why it did not. The first name stays."""
@@ -60,7 +60,7 @@ class IncomingLoad:
 
     def name_rest(self, reason: str) -> None:
         """What is not being copied will not come."""
-        copying = set(self._copying())
+        copying = {position for batch in self.copying.values() for position, _ in batch.rows}
         for position in range(len(self.sources)):
             if position not in copying:
                 self.name(position, reason)
@@ -74,6 +74,3 @@ class IncomingLoad:
         while loaded < len(sources) and sources[loaded] in TIERS:
             loaded += 1
         return LoadResult(self.job.request_id, loaded, sources)
-
-    def _copying(self) -> Iterator[int]:
-        return (position for batch in self.copying.values() for position, _ in batch.rows)
