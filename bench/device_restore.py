@@ -9,6 +9,7 @@ import torch
 from ebbtide.bench.device_rig import DeviceRig, shuffled
 from ebbtide.connectors.reference.model import ModelConfig
 from ebbtide.connectors.reference.runner import Part, Runner
+from ebbtide.kernels.arena_records import ArenaRecords
 from ebbtide.kernels.fragments import FragmentTable
 from ebbtide.kernels.layout import PagedLayout
 from ebbtide.kernels.methods import TorchCopies
@@ -62,18 +63,16 @@ class _Restore:
         self.blocks = shuffled(count + 8, count + 1)
         caches = self.runner.kv_caches
         self.table = FragmentTable.of(PagedLayout.from_tensors(caches, block_dim=1))
-        self.size = self.table.record_bytes
-        self.offsets = [number * self.size for number in range(count)]
-        self.arena = rig.pinned(count * self.size)
+        size = self.table.record_bytes
+        offsets = [number * size for number in range(count)]
+        self.records = ArenaRecords(self.blocks[:count], rig.pinned(count * size), offsets)
 
     def measure(self) -> None:
         """Compute once, store, then restore by each method and each way."""
-        rig, count = self.rig, len(self.offsets)
+        rig = self.rig
         expected = self._first_token(self.prompt, 0)
         recompute_ms = rig.wall_ms(lambda: self._first_token(self.prompt, 0))
-        TorchCopies(self.table).gather(
-            self.blocks[:count], self.arena, self.offsets, stream=rig.stream
-        )
+        TorchCopies(self.table).gather(self.records, stream=rig.stream)
         rig.synchronize()
         ways: dict[str, Callable[[], torch.Tensor]] = {
             name: lambda method=method: self._whole(method.scatter)  # type: ignore[misc]  # bound now
@@ -90,7 +89,7 @@ class _Restore:
                 ok=error < 0.05,
                 way=way,
                 tokens=self.tokens,
-                mib=self.arena.numel() / (1 << 20),
+                mib=self.records.arena.numel() / (1 << 20),
                 took_ms=took_ms,
                 recompute_ms=recompute_ms,
                 times_faster=recompute_ms / took_ms,
@@ -104,6 +103,5 @@ class _Restore:
         return self._first_token(self.prompt[self.tokens :], self.tokens)
 
     def _whole(self, scatter: Callable[..., None]) -> torch.Tensor:
-        count = len(self.offsets)
-        scatter(self.blocks[:count], self.arena, self.offsets, stream=self.rig.stream)
+        scatter(self.records, stream=self.rig.stream)
         return self._behind_prefix()

@@ -269,6 +269,7 @@ class _Lane:
             self._mark(part)
 
     def _copy_on_stream(self, queued: _Queued, part: CopyJob, device: Device, ready: Event) -> None:
+        from ebbtide.kernels.arena_records import ArenaRecords
         from ebbtide.kernels.methods import current_stream
         from ebbtide.kernels.streams import Stream
 
@@ -282,13 +283,10 @@ class _Lane:
         with current_stream(table, stream.handle):
             method = self._method(part, table, registered=registration is not None)
             move = method.scatter if part.to_device else method.gather
-            move(
-                part.block_ids,
-                queued.mapped.tensor,
-                self._owner._offsets(part),
-                stream=stream.handle,
-                registration=registration,
+            records = ArenaRecords(
+                part.block_ids, queued.mapped.tensor, self._owner._offsets(part), registration
             )
+            move(records, stream=stream.handle)
 
     def _mark(self, part: CopyJob) -> None:
         """Say that a layer is queued on the stream or, without one, that it is there."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
 
     from ebbtide.bench.device_rig import DeviceRig
+    from ebbtide.kernels.arena_records import ArenaRecords
     from ebbtide.tiers.device import CopyJob
 
 pytest.importorskip("triton", reason="NO TRITON: kernels are not tested (pip install triton)")
@@ -71,8 +72,8 @@ def test_wrong_bytes_fail_the_run(
 ) -> None:
     scatter = EngineCopies.scatter
 
-    def late(self: EngineCopies, ids: Any, arena: Any, offsets: Any, **named: Any) -> None:
-        scatter(self, ids, arena, offsets[::-1], **named)
+    def late(self: EngineCopies, records: ArenaRecords, **named: Any) -> None:
+        scatter(self, records._replace(offsets=records.offsets[::-1]), **named)
 
     monkeypatch.setattr(EngineCopies, "scatter", late)
     assert device_bench.run(options("--only", "exactness")) == 1

@@ -17,6 +17,7 @@ from tests.kernels.memory_guard import MemoryFault
 from ebbtide.bench.device_rig import HostQueue
 from ebbtide.bench.paged_forms import FORMS, Shape, make_pages
 from ebbtide.errors import MisuseError
+from ebbtide.kernels.arena_records import ArenaRecords
 from ebbtide.kernels.fragments import FragmentTable
 from ebbtide.kernels.layers import layers_of
 from ebbtide.kernels.layout import PagedLayout
@@ -91,11 +92,11 @@ def test_records_in_an_arena_come_and_go_in_batches(name: str, stand_in: StandIn
     down, up = (
         staged_copy.StagedCopies(HostQueue(), table, staging_bytes=2 * size + 1) for table in tables
     )
-    down.gather(ids, arena, offsets, stream=5, registration=registration)
+    down.gather(ArenaRecords(ids, arena, offsets, registration), stream=5)
     for block, offset in zip(ids, offsets, strict=True):
         assert torch.equal(arena[offset : offset + size], pages.record(block))
     assert arena.count_nonzero() <= 5 * size
-    up.scatter(ids, arena, offsets, stream=5, registration=registration)
+    up.scatter(ArenaRecords(ids, arena, offsets, registration), stream=5)
     for block in ids:
         assert torch.equal(target.record(block), pages.record(block))
     assert not torch.equal(target.record(4), pages.record(4))
@@ -115,12 +116,12 @@ def test_layers_go_through_one_staging_buffer(name: str) -> None:
     ids, offsets = [6, 1, 0], [0, 2 * size, size]
     arena = torch.zeros(3 * size, dtype=torch.uint8)
     whole = staged_copy.StagedCopies(HostQueue(), FragmentTable.of(down), staging_bytes=size)
-    whole.gather(ids, arena, offsets, stream=5)
+    whole.gather(ArenaRecords(ids, arena, offsets), stream=5)
     for layer in layers_of(up):
         table = FragmentTable.of(layer.layout)
         copies = staged_copy.StagedCopies(HostQueue(), table, staging=whole.staging)
         assert copies.staging is whole.staging
-        copies.scatter(ids, arena, layer.offsets(offsets), stream=5)
+        copies.scatter(ArenaRecords(ids, arena, layer.offsets(offsets)), stream=5)
     for block in range(SHAPE.blocks):
         assert torch.equal(target.record(block), pages.record(block)) is (block in ids)
 
@@ -138,6 +139,6 @@ def test_what_does_not_fit_is_refused() -> None:
     copies = staged_copy.StagedCopies(HostQueue(), table)
     arena = torch.zeros(4 * table.record_bytes, dtype=torch.uint8)
     with pytest.raises(MisuseError, match="outside the registered"):
-        copies.gather([7], arena, [0], stream=5)
+        copies.gather(ArenaRecords([7], arena, [0]), stream=5)
     with pytest.raises(MisuseError, match="outside the arena"):
-        copies.scatter([0], arena, [3 * table.record_bytes + 1], stream=5)
+        copies.scatter(ArenaRecords([0], arena, [3 * table.record_bytes + 1]), stream=5)
