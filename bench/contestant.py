@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ebbtide.bench.measured_store import MeasuredStore
+from ebbtide.config import load_config
 from ebbtide.errors import EbbtideError
 
 if TYPE_CHECKING:
@@ -107,7 +108,8 @@ class StoreProcess:
         socket = str(settings["socket"])
         process = start_store(settings)
         try:
-            self._halves = attach_socket(engine, socket)
+            layerwise = load_config(settings).config.connector.layerwise
+            self._halves = attach_socket(engine, socket, layerwise=layerwise)
         except EbbtideError:
             process.terminate()
             process.wait()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ebbtide.bench import device_attention, device_copies, device_restore
+from ebbtide.bench import device_attention, device_copies, device_layers, device_restore
 from ebbtide.bench.device_rig import DeviceRig
 from ebbtide.errors import ConfigError
 from ebbtide.tiers.supervisor import outcome_of
@@ -37,6 +37,7 @@ STAGES: dict[str, Callable[[DeviceRig], None]] = {
     "prefill": device_attention.prefill,
     "interference": device_copies.interference,
     "restore": device_restore.restore,
+    "layerwise": device_layers.layerwise,
 }
 NEED_TRITON = ("attention_exactness", "decode", "prefill")
 
@@ -79,9 +80,9 @@ def run(args: argparse.Namespace) -> int:
         if fault is not None:
             rig.row(f"{name}.failed", ok=False, error=f"{type(fault).__name__}: {fault}"[:600])
         rig.row(f"{name}.took", seconds=time.monotonic() - started)
-    print(
-        "ebbtide bench device:", "all right" if rig.sound else "SOMETHING IS WRONG", file=sys.stderr
-    )
+    outcome = "all right" if rig.sound else "SOMETHING IS WRONG"
+    dry = "; a dry run on a CPU, whose times say nothing about a device" if args.dry else ""
+    print(f"ebbtide bench device: {outcome}{dry}", file=sys.stderr)
     return 0 if rig.sound else 1
 
 

@@ -13,6 +13,7 @@ import torch
 
 from ebbtide.bench.device_rig import MIB, DeviceRig, shuffled, table_of
 from ebbtide.bench.paged_forms import FORMS, Shape, make_pages, shape_of
+from ebbtide.kernels.arena_records import ArenaRecords
 from ebbtide.kernels.registration import Registration
 from ebbtide.tiers.arena import Arena
 
@@ -52,7 +53,7 @@ def first_minute(rig: DeviceRig) -> None:
         offsets = [number * table.record_bytes for number in range(8)]
         for name, method in rig.methods(table).items():
             whole.zero_()
-            method.gather(ids, whole, offsets, stream=rig.stream, registration=registration)
+            method.gather(ArenaRecords(ids, whole, offsets, registration), stream=rig.stream)
             rig.synchronize()
             exact = all(
                 torch.equal(whole[offset:][: table.record_bytes], pages.record(block))
@@ -105,8 +106,8 @@ def exactness(rig: DeviceRig) -> None:
             arena = rig.pinned(count * table.record_bytes)
             for tensor in back.buffers:
                 tensor.zero_()
-            method.gather(ids, arena, offsets, stream=rig.stream)
-            ups[method_name].scatter(to, arena, offsets, stream=rig.stream)
+            method.gather(ArenaRecords(ids, arena, offsets), stream=rig.stream)
+            ups[method_name].scatter(ArenaRecords(to, arena, offsets), stream=rig.stream)
             rig.synchronize()
             exact = all(
                 torch.equal(record, back.record(block))
@@ -169,7 +170,7 @@ def copies(rig: DeviceRig) -> None:
 
                 def work(move: Callable[..., None] = move, spent: list[float] = submit_ms) -> None:
                     started = time.perf_counter()
-                    move(ids, arena, offsets, stream=rig.stream)  # noqa: B023  # run in this turn
+                    move(ArenaRecords(ids, arena, offsets), stream=rig.stream)  # noqa: B023  # run in this turn
                     spent.append((time.perf_counter() - started) * 1e3)
 
                 speed = arena.numel() / rig.wall_ms(work) / 1e6
@@ -205,7 +206,7 @@ def interference(rig: DeviceRig) -> None:
     for name, method in rig.methods(table).items():
         for way, move in (("down", method.gather), ("up", method.scatter)):
             rig.synchronize()
-            beside = _beside(rig, products, move, (ids, arena, offsets))
+            beside = _beside(rig, products, move, ArenaRecords(ids, arena, offsets))
             rig.row("interference", method=name, way=way, alone_ms=alone, beside_ms=beside)
 
 
@@ -213,11 +214,11 @@ def _beside(
     rig: DeviceRig,
     products: Callable[[], None],
     move: Callable[..., None],
-    arguments: tuple[list[int], torch.Tensor, list[int]],
+    records: ArenaRecords,
 ) -> float:
     """Milliseconds of the products while copies run on the rig's stream."""
     if rig.dry:
-        move(*arguments, stream=rig.stream)
+        move(records, stream=rig.stream)
         return rig.wall_ms(products)
     compute = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]  # torch
@@ -226,7 +227,7 @@ def _beside(
         products()
         marks[1].record()
     while not marks[1].query():  # type: ignore[no-untyped-call]  # torch
-        move(*arguments, stream=rig.stream)
+        move(records, stream=rig.stream)
         torch.cuda.current_stream().synchronize()
     rig.synchronize()
     return float(marks[0].elapsed_time(marks[1]))

@@ -11,6 +11,7 @@ import torch
 
 from ebbtide.bench.device_rig import DeviceRig, table_of
 from ebbtide.bench.paged_forms import FORMS, Shape, make_pages
+from ebbtide.kernels.arena_records import ArenaRecords
 from ebbtide.kernels.copy_engine import EngineCopies
 from ebbtide.kernels.registration import Registration
 from ebbtide.tiers.arena import Arena
@@ -32,9 +33,10 @@ def main() -> None:
     copies = EngineCopies(rig.queue, table)
     count = min(SHAPE.blocks, whole.numel() // table.record_bytes)
     offsets = [number * table.record_bytes for number in range(count)]
+    records = ArenaRecords(range(count), whole, offsets, registration)
     begun = False
     while True:
-        copies.gather(range(count), whole, offsets, stream=rig.stream, registration=registration)
+        copies.gather(records, stream=rig.stream)
         rig.synchronize()
         if not begun:
             begun = True

@@ -1,25 +1,21 @@
-"""Stage of `ebbtide bench device`: a prefix restored against one computed.
-
-Restored as a whole before the first layer runs, or layer by layer while earlier layers compute.
-"""
+"""Stage of `ebbtide bench device`: a prefix restored against one computed, without an engine."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from ebbtide.bench.device_rig import DeviceRig, shuffled
 from ebbtide.connectors.reference.model import ModelConfig
 from ebbtide.connectors.reference.runner import Part, Runner
-from ebbtide.kernels.driver import Order
-from ebbtide.kernels.fragments import Copies, FragmentTable, joined
+from ebbtide.kernels.arena_records import ArenaRecords
+from ebbtide.kernels.fragments import FragmentTable
 from ebbtide.kernels.layout import PagedLayout
 from ebbtide.kernels.methods import TorchCopies
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
 BLOCK = 16
 NEW_TOKENS = 16
@@ -36,20 +32,6 @@ FULL = ModelConfig(
     max_position=40960,
     dtype=torch.bfloat16,
 )
-
-
-class LayerWise:
-    """The caches of a model, of which each is handed out when `arrived` lets it be."""
-
-    def __init__(self, caches: Sequence[torch.Tensor], arrived: Callable[[int], None]) -> None:
-        self._caches, self._arrived = caches, arrived
-
-    def __len__(self) -> int:
-        return len(self._caches)
-
-    def __getitem__(self, number: int) -> torch.Tensor:
-        self._arrived(number)
-        return self._caches[number]
 
 
 def restore(rig: DeviceRig) -> None:
@@ -81,24 +63,21 @@ class _Restore:
         self.blocks = shuffled(count + 8, count + 1)
         caches = self.runner.kv_caches
         self.table = FragmentTable.of(PagedLayout.from_tensors(caches, block_dim=1))
-        self.size = self.table.record_bytes
-        self.offsets = [number * self.size for number in range(count)]
-        self.arena = rig.pinned(count * self.size)
+        size = self.table.record_bytes
+        offsets = [number * size for number in range(count)]
+        self.records = ArenaRecords(self.blocks[:count], rig.pinned(count * size), offsets)
 
     def measure(self) -> None:
         """Compute once, store, then restore by each method and each way."""
-        rig, count = self.rig, len(self.offsets)
+        rig = self.rig
         expected = self._first_token(self.prompt, 0)
         recompute_ms = rig.wall_ms(lambda: self._first_token(self.prompt, 0))
-        TorchCopies(self.table).gather(
-            self.blocks[:count], self.arena, self.offsets, stream=rig.stream
-        )
+        TorchCopies(self.table).gather(self.records, stream=rig.stream)
         rig.synchronize()
         ways: dict[str, Callable[[], torch.Tensor]] = {
-            f"whole.{name}": lambda method=method: self._whole(method.scatter)  # type: ignore[misc]  # bound now
+            name: lambda method=method: self._whole(method.scatter)  # type: ignore[misc]  # bound now
             for name, method in rig.methods(self.table).items()
         }
-        ways["layerwise.engine"] = self._layerwise
         for way, work in ways.items():
             for cache in self.runner.kv_caches:
                 cache.zero_()
@@ -110,7 +89,7 @@ class _Restore:
                 ok=error < 0.05,
                 way=way,
                 tokens=self.tokens,
-                mib=self.arena.numel() / (1 << 20),
+                mib=self.records.arena.numel() / (1 << 20),
                 took_ms=took_ms,
                 recompute_ms=recompute_ms,
                 times_faster=recompute_ms / took_ms,
@@ -124,59 +103,5 @@ class _Restore:
         return self._first_token(self.prompt[self.tokens :], self.tokens)
 
     def _whole(self, scatter: Callable[..., None]) -> torch.Tensor:
-        count = len(self.offsets)
-        scatter(self.blocks[:count], self.arena, self.offsets, stream=self.rig.stream)
+        scatter(self.records, stream=self.rig.stream)
         return self._behind_prefix()
-
-    def _layerwise(self) -> torch.Tensor:
-        """Each layer's fragments on a stream of their own, an event behind each."""
-        per_layer = self._copies_by_layer()
-        arrived = self._copy_at_once(per_layer) if self.rig.dry else self._copy_ahead(per_layer)
-        caches = self.runner.kv_caches
-        self.runner.kv_caches = LayerWise(caches, arrived)  # type: ignore[assignment]  # indexed alone
-        try:
-            return self._behind_prefix()
-        finally:
-            self.runner.kv_caches = caches
-
-    def _copies_by_layer(self) -> list[Copies]:
-        records = self.arena.data_ptr() + np.array(self.offsets, dtype=np.int64)
-        found, place = [], 0
-        for cache in self.runner.kv_caches:
-            table = FragmentTable.of(PagedLayout.from_tensors([cache], block_dim=1))
-            one = table.copies(self.blocks[: len(records)], records + place)
-            found.append(joined(one))
-            place += table.record_bytes
-        return found
-
-    def _copy_at_once(self, per_layer: list[Copies]) -> Callable[[int], None]:
-        def arrived(layer: int) -> None:
-            one = per_layer[layer]
-            self.rig.queue.copy(
-                one.blocks, one.records, one.lengths, stream=self.rig.stream, order=Order.ANY
-            )
-
-        return arrived
-
-    def _copy_ahead(self, per_layer: list[Copies]) -> Callable[[int], None]:
-        from ebbtide.kernels.streams import Event, Stream
-
-        driver = self.rig.queue
-        stream, events = Stream(driver), []
-        before = Event(driver)
-        before.record(self.rig.stream)
-        stream.wait(before)
-        for one in per_layer:
-            driver.copy(one.blocks, one.records, one.lengths, stream=stream.handle, order=Order.ANY)
-            event = Event(driver)
-            event.record(stream.handle)
-            events.append(event)
-        before.close()
-
-        def arrived(layer: int) -> None:
-            driver.call("cuStreamWaitEvent", self.rig.stream, events[layer].handle, 0)
-            events[layer].close()
-            if layer == len(events) - 1:
-                stream.close()
-
-        return arrived

@@ -1,6 +1,7 @@
 """What the stages of `ebbtide bench device` share: a device, a clock, and a place for findings.
 
-With `dry` everything is host memory: copies are made at once, kernels are interpreted.
+With `dry` everything is host memory: copies are made at once, kernels are interpreted. What is
+found then says whether the code works, and nothing about a device: each JSON line bears the word.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ class DeviceRig:
             for name, value in values.items()
         }
         if self.as_json:
-            print(json.dumps({"stage": stage, "ok": ok, **short}), flush=True)
+            dry = {"dry": True} if self.dry else {}
+            print(json.dumps({"stage": stage, "ok": ok, **dry, **short}), flush=True)
             return
         words = " ".join(f"{name}={value}" for name, value in short.items())
         print(f"{stage:<22}{'' if ok else 'WRONG '}{words}", flush=True)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ebbtide.bench.conversations import Conversations, Shape, Turn
+from ebbtide.config import load_config
 from ebbtide.errors import EbbtideError
 
 if TYPE_CHECKING:
@@ -124,7 +125,8 @@ class _Runner:
         )
         self.halves: Halves | None = None
         if spec.settings:
-            self.halves = attach_socket(self.engine, spec.settings["socket"])
+            layerwise = load_config(spec.settings).config.connector.layerwise
+            self.halves = attach_socket(self.engine, spec.settings["socket"], layerwise=layerwise)
         self.conversations = Conversations(spec.shape, dict(spec.answers))
 
     def warm_up(self) -> None:

@@ -15,6 +15,24 @@ One engine step:
 6. scheduler half: `on_report` with what each worker returned.
 
 No method of either half waits for a socket, a disk or another process.
+
+A load layer by layer is used before it has ended, and counts when it has:
+
+1. `finish_step`: a worker half says that a load arrives: the store has verified and granted every
+   record, and the copies of all of them have been handed over. None has failed yet.
+2. When every rank has said so, or has ended the load well, the scheduler half's `arrives` is true.
+3. The engine may now run the request, and gives none of its blocks a name that others could find.
+   Its forward pass calls `wait_for_layer` before it touches a layer's blocks.
+4. `finish_step` reports the load's end. Behind a whole load the step counts like any other; behind
+   any other end, or none, what the step made of that request is thrown away: the request runs
+   again from what did come, and its blocks are given back only now, when no copy writes to them.
+
+Steps 1 to 4 hold whatever goes wrong between them. A copy that fails in layer n: layers up to n - 1
+are there, `wait_for_layer` returns for all others, the pass reads what happens to lie there, and 4
+throws it away. A reset or an expiry in between: the end says that nothing is to be used. A fault in
+`wait_for_layer` itself: the load ends as a failure, whatever its copies do. A rank that fails while
+others do not: the end is that of the worst. A request that has no place in the step: it waits for
+the load's end, as it would without layers.
 """
 
 from __future__ import annotations
@@ -102,6 +120,7 @@ class WorkerReport:
     )  # "device_to_memory", "memory_to_device"
     faults: int = 0  # of the worker half's hooks, since the last report
     pinned: bool | None = None  # copies go through locked memory; None: no GPU, or no copy yet
+    arriving: list[str] = field(default_factory=list)  # requests whose loads arrive from now on
 
 
 class SchedulerHalf(Protocol):
@@ -147,6 +166,10 @@ class SchedulerHalf(Protocol):
         """Settle what one rank finished. Returns the loads that ended on every rank by now."""
         ...
 
+    def arrives(self, request_id: str) -> bool:
+        """Whether the request may run already, if its forward pass waits for every layer."""
+        ...
+
     def request_finished(self, request_id: str, block_hashes: Sequence[bytes]) -> None:
         """The request ended (finished or aborted). Touches its chain, tail first."""
         ...
@@ -167,8 +190,17 @@ class WorkerHalf(Protocol):
         """Submit this step's loads and stores. Returns without waiting for any."""
         ...
 
+    def wait_for_layer(self, group: int, layer: int) -> None:
+        """In the forward pass, before it reads or writes blocks of this layer. As vLLM's
+        `wait_for_layer_load`.
+
+        `layer`: number of a tensor of the group's layout. Returns when the arriving loads have that
+        layer there for whatever the device is given next, or have failed.
+        """
+        ...
+
     def finish_step(self) -> WorkerReport:
-        """Everything that ended since the last call."""
+        """Everything that ended since the last call; of loads that were waited for, the end."""
         ...
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 | module | what |
 |---|---|
 | `layout`, `layout_checks` | where a block's bytes lie in registered tensors; what is refused |
+| `layers` | the same, one layer at a time |
 | `fragments` | the same as addresses, and as lists of single copies |
 | `copy`, `arena_records` | gather and scatter between paged blocks and flat records, by torch |
 | `driver`, `streams`, `registration` | the CUDA driver: copies, order, registered memory |

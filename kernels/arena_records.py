@@ -1,8 +1,8 @@
-"""Records by their offsets in an arena: the checks before a copy."""
+"""Records by their offsets in an arena, as copies are given them, and the checks before."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +12,31 @@ from ebbtide.errors import MisuseError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
+
     from ebbtide.kernels.layout import PagedLayout
+    from ebbtide.kernels.registration import Registration
+
+
+class ArenaRecords(NamedTuple):
+    """Blocks and records, pairwise: the record of `block_ids[i]` begins at `offsets[i]` in `arena`.
+
+    `arena`: a contiguous 1-D uint8 host tensor. `registration`: of that memory, where copies have
+    to keep within its pieces.
+    """
+
+    block_ids: Sequence[int]
+    arena: torch.Tensor
+    offsets: Sequence[int]
+    registration: Registration | None = None
+
+    def check(self, layout: PagedLayout, *, to_blocks: bool) -> None:
+        """As `check_records`."""
+        check_records(layout, self.block_ids, self.arena, self.offsets, to_blocks=to_blocks)
+
+    def addresses(self) -> NDArray[np.int64]:
+        """Where each record begins, int64 [records]."""
+        return np.asarray(self.offsets, dtype=np.int64) + self.arena.data_ptr()
 
 
 def check_records(

@@ -11,17 +11,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ebbtide.kernels.arena_records import check_records
 from ebbtide.kernels.driver import Order
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch
-
+    from ebbtide.kernels.arena_records import ArenaRecords
     from ebbtide.kernels.driver import Driver
     from ebbtide.kernels.fragments import Copies, FragmentTable
-    from ebbtide.kernels.registration import Registration
 
 
 class EngineCopies:
@@ -32,59 +27,36 @@ class EngineCopies:
     """
 
     name = "engine"
+    staging = None
 
     def __init__(self, driver: Driver, table: FragmentTable) -> None:
         self._driver = driver
         self._table = table
 
-    def gather(
-        self,
-        block_ids: Sequence[int],
-        arena: torch.Tensor,
-        offsets: Sequence[int],
-        *,
-        stream: int,
-        registration: Registration | None = None,
-    ) -> None:
-        """Blocks into the records at `offsets`, behind everything that `stream` holds by now.
+    def gather(self, records: ArenaRecords, *, stream: int) -> None:
+        """Blocks into their records, behind everything that `stream` holds by now.
 
         Raises MisuseError before anything moves when an argument does not fit, TierUnavailableError
         when the driver refuses.
         """
-        copies = self._copies(block_ids, arena, offsets, registration, to_blocks=False)
+        copies = self._copies(records, to_blocks=False)
         self._driver.copy(
             copies.records, copies.blocks, copies.lengths, stream=stream, order=Order.STREAM
         )
 
-    def scatter(
-        self,
-        block_ids: Sequence[int],
-        arena: torch.Tensor,
-        offsets: Sequence[int],
-        *,
-        stream: int,
-        registration: Registration | None = None,
-    ) -> None:
-        """Records at `offsets` into blocks; the inverse of `gather`.
+    def scatter(self, records: ArenaRecords, *, stream: int) -> None:
+        """Records into their blocks; the inverse of `gather`.
 
         The records are whole and nobody writes them. Still the order is that of the stream:
         blocks that are written may be read by work that the stream waits for.
         """
-        copies = self._copies(block_ids, arena, offsets, registration, to_blocks=True)
+        copies = self._copies(records, to_blocks=True)
         self._driver.copy(
             copies.blocks, copies.records, copies.lengths, stream=stream, order=Order.ANY
         )
 
-    def _copies(
-        self,
-        block_ids: Sequence[int],
-        arena: torch.Tensor,
-        offsets: Sequence[int],
-        registration: Registration | None,
-        *,
-        to_blocks: bool,
-    ) -> Copies:
-        check_records(self._table.layout, block_ids, arena, offsets, to_blocks=to_blocks)
-        records = np.asarray(offsets, dtype=np.int64) + arena.data_ptr()
-        copies = self._table.copies(np.asarray(block_ids, dtype=np.int64), records)
-        return copies if registration is None else registration.cut(copies)
+    def _copies(self, records: ArenaRecords, *, to_blocks: bool) -> Copies:
+        records.check(self._table.layout, to_blocks=to_blocks)
+        ids = np.asarray(records.block_ids, dtype=np.int64)
+        copies = self._table.copies(ids, records.addresses())
+        return copies if records.registration is None else records.registration.cut(copies)

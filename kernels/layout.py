@@ -80,6 +80,7 @@ class PagedLayout:
     num_blocks: int
     record_bytes: int
     block_forms: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    block_dim: int | None  # as it was given
 
     @classmethod
     def from_tensors(
@@ -126,7 +127,8 @@ class PagedLayout:
             offset += sum(run.length for run in runs)
             fragments.extend(runs)
             forms.append(form)
-        layout = cls(tuple(tensors), _merged(fragments, tensors), num_blocks, offset, tuple(forms))
+        merged = _merged(fragments, tensors)
+        layout = cls(tuple(tensors), merged, num_blocks, offset, tuple(forms), block_dim)
         check_bounds(layout.fragments, tensors, num_blocks)
         check_apart(layout.fragments, tensors, num_blocks)
         return layout

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from ebbtide.errors import TierUnavailableError
+from ebbtide.kernels.arena_records import ArenaRecords
 from ebbtide.kernels.choice import AUTO, ENGINE, METHODS, TORCH, Choice, Figure, choose
 from ebbtide.kernels.copy import gather_into, scatter_from
 from ebbtide.kernels.copy_engine import EngineCopies
 from ebbtide.kernels.streams import Stream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from ebbtide.kernels.driver import Driver
     from ebbtide.kernels.fragments import FragmentTable
-    from ebbtide.kernels.registration import Registration
 
 _log = logging.getLogger(__name__)
 
@@ -35,27 +35,16 @@ class Method(Protocol):
 
     name: str
 
-    def gather(
-        self,
-        block_ids: Sequence[int],
-        arena: torch.Tensor,
-        offsets: Sequence[int],
-        *,
-        stream: int,
-        registration: Registration | None = None,
-    ) -> None:
+    @property
+    def staging(self) -> torch.Tensor | None:
+        """Device memory that other methods of the same stream may use too."""
+        ...
+
+    def gather(self, records: ArenaRecords, *, stream: int) -> None:
         """Blocks into records, on `stream`."""
         ...
 
-    def scatter(
-        self,
-        block_ids: Sequence[int],
-        arena: torch.Tensor,
-        offsets: Sequence[int],
-        *,
-        stream: int,
-        registration: Registration | None = None,
-    ) -> None:
+    def scatter(self, records: ArenaRecords, *, stream: int) -> None:
         """Records into blocks, on `stream`."""
         ...
 
@@ -64,37 +53,24 @@ class TorchCopies:
     """Copies by torch alone: the reference, on any device."""
 
     name = TORCH
+    staging = None
 
     def __init__(self, table: FragmentTable) -> None:
         self._layout = table.layout
 
-    def gather(
-        self,
-        block_ids: Sequence[int],
-        arena: torch.Tensor,
-        offsets: Sequence[int],
-        *,
-        stream: int,
-        registration: Registration | None = None,
-    ) -> None:
+    def gather(self, records: ArenaRecords, *, stream: int) -> None:
         """On torch's current stream, which must be `stream`."""
-        gather_into(self._layout, block_ids, arena, offsets)
+        gather_into(self._layout, records.block_ids, records.arena, records.offsets)
 
-    def scatter(
-        self,
-        block_ids: Sequence[int],
-        arena: torch.Tensor,
-        offsets: Sequence[int],
-        *,
-        stream: int,
-        registration: Registration | None = None,
-    ) -> None:
+    def scatter(self, records: ArenaRecords, *, stream: int) -> None:
         """On torch's current stream, which must be `stream`."""
-        scatter_from(self._layout, block_ids, arena, offsets)
+        scatter_from(self._layout, records.block_ids, records.arena, records.offsets)
 
 
-def make_method(name: str, driver: Driver, table: FragmentTable) -> Method:
-    """A new one, with staging memory of its own where it needs that.
+def make_method(
+    name: str, driver: Driver, table: FragmentTable, staging: torch.Tensor | None = None
+) -> Method:
+    """A new one. Where it needs staging memory: `staging` of another one, or its own.
 
     Raises TierUnavailableError with the reason when it cannot be had here.
     """
@@ -109,7 +85,7 @@ def make_method(name: str, driver: Driver, table: FragmentTable) -> Method:
     from ebbtide.kernels.staged_copy import StagedCopies
 
     try:
-        return StagedCopies(driver, table)
+        return StagedCopies(driver, table, staging=staging)
     except torch.OutOfMemoryError as error:
         raise TierUnavailableError("No device memory is left for staging") from error
 
@@ -174,12 +150,12 @@ def measure(
     count = max(1, min(blocks, scratch.numel() // size))
     draw = torch.Generator().manual_seed(0)
     ids = torch.randperm(blocks, generator=draw)[:count].tolist()
-    offsets = [number * size for number in range(count)]
+    records = ArenaRecords(ids, scratch, [number * size for number in range(count)])
     best = {False: float("inf"), True: float("inf")}
     for number in range(ROUNDS + 1):
         for to_device, move in ((False, method.gather), (True, method.scatter)):
             started = now()
-            move(ids, scratch, offsets, stream=stream.handle)
+            move(records, stream=stream.handle)
             stream.synchronize()
             if number:
                 best[to_device] = min(best[to_device], now() - started)

@@ -14,7 +14,6 @@ import torch
 import triton.language as tl
 
 from ebbtide.errors import MisuseError
-from ebbtide.kernels.arena_records import check_records
 from ebbtide.kernels.driver import Order
 from ebbtide.kernels.fragments import Copies, joined
 from ebbtide.kernels.triton_copy import copy_fragments
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from ebbtide.kernels.arena_records import ArenaRecords
     from ebbtide.kernels.fragments import FragmentTable
-    from ebbtide.kernels.registration import Registration
 
 STAGING_BYTES = 32 << 20
 """Device memory of one direction: at 50 GB/s a copy of 0.6 ms; a launch is short against that."""
@@ -73,16 +72,23 @@ class Tile(NamedTuple):
 
 
 class StagedCopies:
-    """Gather and scatter for one table, with a staging buffer of its own.
+    """Gather and scatter for one table, by way of a staging buffer.
 
     Threads and streams: one at a time; torch's current stream must be the one that is passed. Both
-    queue their work and return. Raises torch.OutOfMemoryError when there is no room for staging.
+    queue their work and return. `staging`: uint8 memory of the same device to use, if it is large
+    enough for a record; only on the stream that its other users copy on. Raises
+    torch.OutOfMemoryError when there is no room for staging.
     """
 
     name = "kernel"
 
     def __init__(
-        self, driver: CopyQueue, table: FragmentTable, *, staging_bytes: int = STAGING_BYTES
+        self,
+        driver: CopyQueue,
+        table: FragmentTable,
+        *,
+        staging: torch.Tensor | None = None,
+        staging_bytes: int = STAGING_BYTES,
     ) -> None:
         self._driver = driver
         self._table = table
@@ -91,48 +97,34 @@ class StagedCopies:
             torch.from_numpy(column).to(device)
             for column in (table.base, table.block_stride, table.record_offset, table.length)
         )
-        self._capacity = max(1, staging_bytes // table.record_bytes)  # records
-        size = self._capacity * table.record_bytes
-        self.staging = torch.empty(size, dtype=torch.uint8, device=device)
+        if staging is None or staging.numel() < table.record_bytes:
+            size = max(1, staging_bytes // table.record_bytes) * table.record_bytes
+            staging = torch.empty(size, dtype=torch.uint8, device=device)
+        self.staging = staging
+        self._capacity = staging.numel() // table.record_bytes  # records
         self._tile = Tile.of(table)
 
-    def gather(
-        self,
-        block_ids: Sequence[int],
-        arena: torch.Tensor,
-        offsets: Sequence[int],
-        *,
-        stream: int,
-        registration: Registration | None = None,
-    ) -> None:
-        """Blocks into the records at `offsets`, behind everything that `stream` holds by now.
+    def gather(self, records: ArenaRecords, *, stream: int) -> None:
+        """Blocks into their records, behind everything that `stream` holds by now.
 
         Raises MisuseError before anything moves when an argument does not fit, TierUnavailableError
         when the driver refuses.
         """
-        check_records(self._table.layout, block_ids, arena, offsets, to_blocks=False)
-        for part, whole in self._parts(block_ids, arena, offsets, registration):
-            self.launch(block_ids[part], to_blocks=False)
+        records.check(self._table.layout, to_blocks=False)
+        for part, whole in self._parts(records):
+            self.launch(records.block_ids[part], to_blocks=False)
             self._driver.copy(
                 whole.records, whole.blocks, whole.lengths, stream=stream, order=Order.STREAM
             )
 
-    def scatter(
-        self,
-        block_ids: Sequence[int],
-        arena: torch.Tensor,
-        offsets: Sequence[int],
-        *,
-        stream: int,
-        registration: Registration | None = None,
-    ) -> None:
-        """Records at `offsets` into blocks; the inverse of `gather`."""
-        check_records(self._table.layout, block_ids, arena, offsets, to_blocks=True)
-        for part, whole in self._parts(block_ids, arena, offsets, registration):
+    def scatter(self, records: ArenaRecords, *, stream: int) -> None:
+        """Records into their blocks; the inverse of `gather`."""
+        records.check(self._table.layout, to_blocks=True)
+        for part, whole in self._parts(records):
             self._driver.copy(
                 whole.blocks, whole.records, whole.lengths, stream=stream, order=Order.ANY
             )
-            self.launch(block_ids[part], to_blocks=True)
+            self.launch(records.block_ids[part], to_blocks=True)
 
     def launch(
         self, block_ids: Sequence[int], *, to_blocks: bool, programs: int = PROGRAMS
@@ -158,20 +150,15 @@ class StagedCopies:
             num_warps=WARPS,
         )
 
-    def _parts(
-        self,
-        block_ids: Sequence[int],
-        arena: torch.Tensor,
-        offsets: Sequence[int],
-        registration: Registration | None,
-    ) -> list[tuple[slice, Copies]]:
+    def _parts(self, records: ArenaRecords) -> list[tuple[slice, Copies]]:
         """Batches that fit into staging, each with its whole-record copies."""
-        size = self._table.record_bytes
+        size, registration = self._table.record_bytes, records.registration
+        addresses = records.addresses()
         parts = []
-        for start in range(0, len(block_ids), self._capacity):
+        for start in range(0, len(addresses), self._capacity):
             part = slice(start, start + self._capacity)
-            records = np.asarray(offsets[part], dtype=np.int64) + arena.data_ptr()
-            staged = self.staging.data_ptr() + np.arange(len(records), dtype=np.int64) * size
-            whole = joined(Copies(staged, records, np.full_like(records, size)))
+            places = addresses[part]
+            staged = self.staging.data_ptr() + np.arange(len(places), dtype=np.int64) * size
+            whole = joined(Copies(staged, places, np.full_like(places, size)))
             parts.append((part, whole if registration is None else registration.cut(whole)))
         return parts

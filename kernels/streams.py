@@ -30,6 +30,10 @@ class Event:
         """Stand for everything that `stream` holds by now. Any stream, the default one too."""
         self._driver.call("cuEventRecord", self.handle, stream)
 
+    def hold_back(self, stream: int) -> None:
+        """What any `stream` is given from now on runs behind this point. Returns at once."""
+        self._driver.call("cuStreamWaitEvent", stream, self.handle, 0)
+
     def close(self) -> None:
         """Give it back. Who waits for it already still waits."""
         self._driver.call("cuEventDestroy_v2", self.handle)
@@ -47,7 +51,7 @@ class Stream:
 
     def wait(self, event: Event) -> None:
         """What is queued from now on runs behind the event. Returns at once."""
-        self._driver.call("cuStreamWaitEvent", self.handle, event.handle, 0)
+        event.hold_back(self.handle)
 
     def synchronize(self) -> None:
         """Return when everything queued has ended; the interpreter lock is free meanwhile."""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
+    from ebbtide.config_schema import Layerwise
     from ebbtide.connectors.reference import RequestOutput
     from ebbtide.tiers.disk_record import DiskRecord
     from ebbtide.tiers.memory import MemoryRecord
@@ -121,8 +122,10 @@ class Rig:
         load_timeout_s: float = HANG_S,
         wrap_slab: Callable[[Slab], Slab] = lambda slab: slab,
         model: ModelConfig = TINY,
+        layerwise: Layerwise = "auto",
     ) -> None:
-        self.record_bytes = RECORD_BYTES * block_size // BLOCK // len(model.windows)
+        layers = model.num_layers // len(model.windows)
+        self.record_bytes = RECORD_BYTES // TINY.num_layers * layers * block_size // BLOCK
         memory = exact_size(memory_records * self.record_bytes)
         settings: dict[str, object] = {"memory": {"capacity": memory}}
         if disk is not None:
@@ -132,7 +135,12 @@ class Rig:
         self.store = self.opened.store
         self.engine = Engine(model, blocks, block_size=block_size, max_batched_tokens=budget)
         self.halves = attach_local(
-            self.engine, self.store, self.runtime, bounds=bounds, load_timeout_s=load_timeout_s
+            self.engine,
+            self.store,
+            self.runtime,
+            bounds=bounds,
+            load_timeout_s=load_timeout_s,
+            layerwise=layerwise,
         )
         self.scheduler, self.worker = self.halves
 

@@ -1,7 +1,7 @@
 """The device edge: copies between paged device blocks and arena slots.
 
-This module and `device_streams` alone need torch, imported when the first copies are built. Jobs
-are submitted and their ends polled; `device_copies` chooses who copies meanwhile.
+This module, `device_streams` and `mapped_arenas` alone need torch, imported when the first copies
+are built. Jobs are submitted and their ends polled; `device_copies` chooses who copies meanwhile.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from ebbtide.tiers.supervisor import outcome_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
     import torch
 
+    from ebbtide.config_schema import Layerwise
     from ebbtide.kernels.layout import PagedLayout
     from ebbtide.tiers.arena import Arena
 
@@ -29,7 +30,10 @@ SLICE_MAX_S = 0.1
 
 
 class CopyJob(NamedTuple):
-    """Records at `offsets` in the arena and device blocks, pairwise. The end carries `tag`."""
+    """Records at `offsets` in the arena and device blocks, pairwise. The end carries `tag`.
+
+    `layer`: only that layer of them.
+    """
 
     tag: Hashable
     group: int
@@ -37,6 +41,7 @@ class CopyJob(NamedTuple):
     offsets: tuple[int, ...]
     to_device: bool
     arena: Arena
+    layer: int | None = None
 
 
 class CopyEnd(NamedTuple):
@@ -52,15 +57,23 @@ class DeviceCopies(ABC):
 
     `layouts`: per KV group how a block of this rank lies in the device tensors. Copies to the
     device go first: a request waits for them, and for the others nobody does.
+
+    `by_layer`: copies to the device bring one layer after the other, and `wait_for_layer` tells
+    when a forward pass may read one. Such jobs have tags of their own. The methods for it are there
+    only then.
     """
 
-    def __init__(self, layouts: Mapping[int, PagedLayout]) -> None:
-        from ebbtide.kernels import copy
+    def __init__(self, layouts: Mapping[int, PagedLayout], *, by_layer: bool = False) -> None:
+        from ebbtide.kernels import copy, layers
 
         self.layouts = dict(layouts)
+        self.by_layer = by_layer
         self.open_jobs = 0
-        self.pinned: bool | None = None  # the arena is locked for a device; None: none, or not yet
         self._copy = copy
+        self._layers = {
+            group: layers.layers_of(layout) if by_layer else ()
+            for group, layout in self.layouts.items()
+        }
         self._ends: deque[CopyEnd] = deque()
         self._whole: tuple[Arena, torch.Tensor] | None = None
 
@@ -87,6 +100,28 @@ class DeviceCopies(ABC):
         self.open_jobs -= len(ends)
         return ends
 
+    def interleave(self, tags: Collection[Hashable]) -> None:
+        """What is left of these jobs to the device goes by layer: one of all, then the next."""
+        raise NotImplementedError
+
+    def wait_for_layer(self, tag: Hashable, group: int, layer: int) -> None:
+        """Let the compute stream go on when this layer of a job to the device is there.
+
+        `layer`: number of a tensor of the group's layout. Also returns when the job has ended,
+        well or not: what is there is known by its end alone. As long as the copy takes, or until it
+        is queued where the compute stream can wait by itself.
+        """
+        raise NotImplementedError
+
+    def wait_for_end(self, tag: Hashable) -> None:
+        """Wait until the tag's jobs to the device have ended."""
+        raise NotImplementedError
+
+    @property
+    def pinned(self) -> bool | None:
+        """Whether the arena is locked for a device. None: there is none, or no copy yet."""
+        return None
+
     @abstractmethod
     def settle_stores(self) -> None:
         """Wait until no submitted copy reads a device block any more. As long as those take."""
@@ -101,7 +136,16 @@ class DeviceCopies(ABC):
 
     def _move(self, job: CopyJob) -> None:
         move = self._copy.scatter_from if job.to_device else self._copy.gather_into
-        move(self.layouts[job.group], job.block_ids, self._tensor(job.arena), job.offsets)
+        layout, offsets = self.layouts[job.group], self._offsets(job)
+        if job.layer is not None:
+            layout = self._layers[job.group][job.layer].layout
+        move(layout, job.block_ids, self._tensor(job.arena), offsets)
+
+    def _offsets(self, job: CopyJob) -> Sequence[int]:
+        """Where the job's bytes begin in its records."""
+        if job.layer is None:
+            return job.offsets
+        return self._layers[job.group][job.layer].offsets(job.offsets)
 
     def _tensor(self, arena: Arena) -> torch.Tensor:
         """The arena as one uint8 tensor; the last one is kept until another arena comes."""
@@ -115,9 +159,12 @@ class DeviceCopies(ABC):
         return whole[1]
 
 
-def device_copies(layouts: Mapping[int, PagedLayout], method: str = "auto") -> DeviceCopies:
+def device_copies(
+    layouts: Mapping[int, PagedLayout], method: str = "auto", *, layerwise: Layerwise = "off"
+) -> DeviceCopies:
     """The copies that suit the device of these layouts; `method` as in `connector.copy`.
 
+    `layerwise` as in `connector.layerwise`, off unless the engine's forward pass waits for layers.
     Call it before the engine uses its blocks. Raises ConfigError for a method that cannot be had.
     """
     from ebbtide.kernels.choice import AUTO, TORCH, choose
@@ -126,9 +173,13 @@ def device_copies(layouts: Mapping[int, PagedLayout], method: str = "auto") -> D
     if device.type != "cpu":
         from ebbtide.tiers.device_streams import stream_copies
 
-        return stream_copies(layouts, method)
+        return stream_copies(layouts, method, by_layer=layerwise != "off")
     if method not in (AUTO, TORCH):
         choose(method, (), {method: "the blocks are in host memory"})
+    if layerwise == "on":  # the thread that waits cannot be the one that copies
+        from ebbtide.tiers.device_streams import StreamCopies
+
+        return StreamCopies(layouts, by_layer=True)
     return HostCopies(layouts)
 
 

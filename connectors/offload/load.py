@@ -31,14 +31,16 @@ class Load:
     num_units: int
     waiting: int  # ranks that have not reported
     whole_request: bool = False
+    arriving: set[int] = field(default_factory=set)  # ranks where it arrives, or has ended
     sources: list[str] = field(default_factory=list)  # the worst that a rank reported, per block
     expected: dict[str, int] = field(default_factory=dict)  # tokens by tier, as looked up
     choice: Choice | None = None  # that asked for it
     started_s: float = 0.0
 
-    def add(self, sources: Sequence[str]) -> None:
+    def add(self, rank: int, sources: Sequence[str]) -> None:
         """One rank's result: a tier or a reason per block."""
         self.waiting -= 1
+        self.arriving.add(rank)
         if not self.sources:
             self.sources = list(sources)
             return

@@ -206,7 +206,7 @@ class OffloadScheduler:
             result = report.loads.pop(0)
             load = self._loads.get(result.request_id)
             if load is not None:
-                load.add((label(Miss.UNKNOWN),) * len(load.job.block_ids))
+                load.add(report.rank, (label(Miss.UNKNOWN),) * len(load.job.block_ids))
                 if load.waiting <= 0:
                     del self._loads[result.request_id]
                     self._ended.append(load.result())
@@ -219,12 +219,14 @@ class OffloadScheduler:
         self.tally.worker_faults += report.faults
         if report.pinned is not None:
             self.tally.pinned[report.rank] = report.pinned
+        for request_id in self._loads.keys() & set(report.arriving):
+            self._loads[request_id].arriving.add(report.rank)
         while report.loads:  # each is taken out first: a fault must not count it twice
             result = report.loads.pop(0)
             load = self._loads.get(result.request_id)
             if load is None:
                 continue
-            load.add(result.sources)
+            load.add(report.rank, result.sources)
             if load.waiting <= 0:
                 del self._loads[result.request_id]
                 self._ended.append(load.result())
@@ -234,6 +236,11 @@ class OffloadScheduler:
     def _take_ended(self) -> list[LoadResult]:
         ended, self._ended = self._ended, []
         return ended
+
+    @hook(lambda self, request_id: False)
+    def arrives(self, request_id: str) -> bool:
+        load = self._loads.get(request_id)
+        return load is not None and len(load.arriving) == self._ranks and load.is_whole
 
     @hook(nothing)
     def request_finished(self, request_id: str, block_hashes: Sequence[bytes]) -> None:

@@ -10,6 +10,9 @@ A load, step by step:
 A load's deadline ends where a copy begins: a copy that has started always ends before the load is
 reported. A batch that comes for a load that was given up is acknowledged without a copy.
 
+With copies that bring one layer after the other a load *arrives* from step 2 on, as soon as the
+last key is named and nothing has failed: see `ebbtide.connectors.seam`.
+
 With several ranks each has a worker half, which moves its own shard of every record.
 """
 
@@ -17,12 +20,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ebbtide.connectors import protocol as wire
 from ebbtide.connectors.offload.groups import group_number
-from ebbtide.connectors.offload.load import TIERS
+from ebbtide.connectors.offload.incoming import CopiedBatch, IncomingLoad
 from ebbtide.connectors.seam import LoadResult, WorkerReport
 from ebbtide.connectors.supervisor import FaultLog, hook, nothing
 from ebbtide.tiers.reasons import Miss, label
@@ -38,33 +40,6 @@ LOAD_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 5.0
 STORE_COPY_BYTES = 16 << 20  # of one copy job: a load that comes meanwhile waits for no more
 TO_MEMORY, TO_DEVICE = "device_to_memory", "memory_to_device"
-
-
-@dataclass(slots=True)
-class _Batch:
-    """Slots of one grant that are being copied, in one part a group."""
-
-    rows: list[tuple[int, str]]  # position, tier
-    parts: int
-    loaded: bool = True
-
-
-@dataclass(slots=True)
-class _Load:
-    """One load under way."""
-
-    job: LoadJob
-    ticket: int
-    deadline_s: float
-    shards: tuple[int, ...]
-    sources: list[str | None]  # per block: a tier or a reason; None = not named yet
-    copying: dict[int, _Batch] = field(default_factory=dict)  # by batch
-    given_up: bool = False
-    void: bool = False  # whatever came is not to be used
-
-    @property
-    def over(self) -> bool:
-        return not self.copying and None not in self.sources
 
 
 class OffloadWorker:
@@ -93,7 +68,7 @@ class OffloadWorker:
         self._now = now
         self._ends: deque[CopyEnd] = deque()  # polled, not dealt with yet
         self._completions: deque[Completion] = deque()  # the same
-        self._loads: dict[int, _Load] = {}  # by ticket
+        self._loads: dict[int, IncomingLoad] = {}  # by ticket
         self._storing: set[int] = set()  # sequences whose copy has begun: never to be dropped
         self._notices: deque[wire.Message] = deque()  # acks and releases to be sent
         self._report = WorkerReport(rank)
@@ -120,7 +95,7 @@ class OffloadWorker:
             self._copies.settle_stores()
         if metadata.void_loads:
             for load in self._loads.values():
-                load.void = True
+                load.void = Miss.RESET
         self._poll()
         for request_id in metadata.cancelled:
             self._cancel(request_id)
@@ -137,8 +112,26 @@ class OffloadWorker:
         self._edges.clear()
         return report
 
+    def _spoil(self, group: int, layer: int) -> None:
+        """The pass goes on without having waited: nothing that it read may count."""
+        for load in self._loads.values():
+            if load.arriving:
+                load.void = load.void or Miss.UNKNOWN
+
+    @hook(_spoil)
+    def wait_for_layer(self, group: int, layer: int) -> None:
+        for load in self._loads.values():
+            if load.arriving:
+                load.waited_for = True
+                for number in load.copying:
+                    self._copies.wait_for_layer((load.ticket, number), group, layer)
+
     @hook(_take_report)
     def finish_step(self) -> WorkerReport:
+        for load in self._loads.values():
+            if load.waited_for:  # its last layer is there: the end is a moment away
+                for number in load.copying:
+                    self._copies.wait_for_end((load.ticket, number))
         self._poll()
         return self._take_report()
 
@@ -220,28 +213,25 @@ class OffloadWorker:
         ticket = self._client.submit(wire.LoadKeys(namespace, job.keys))
         deadline = self._now() + self._load_timeout_s
         shards = self._shards(metadata)
-        self._loads[ticket] = _Load(job, ticket, deadline, shards, [None] * len(job.keys))
+        self._loads[ticket] = IncomingLoad(job, ticket, deadline, shards, [None] * len(job.keys))
 
     def _fail_load(self, job: LoadJob, reason: Miss) -> None:
         sources = (label(reason),) * len(job.block_ids)
         self._report.loads.append(LoadResult(job.request_id, 0, sources))
 
-    def _load_answer(self, load: _Load, completion: Completion) -> None:
+    def _load_answer(self, load: IncomingLoad, completion: Completion) -> None:
         message = completion.message
         if isinstance(message, wire.Batch):
             self._begin_copies(load, message)
         elif isinstance(message, wire.Failed):
             for position, reason in message.failures:
-                self._name(load, position, label(reason))
+                load.name(position, label(reason))
         else:  # Done, or the store is away: what is not named by now will not come
             reason = Miss.IO_ERROR if isinstance(message, wire.Failure) else Miss.UNKNOWN
-            copying = {position for batch in load.copying.values() for position, _ in batch.rows}
-            for position in range(len(load.sources)):
-                if position not in copying:
-                    self._name(load, position, label(reason))
+            load.name_rest(label(reason))
         self._maybe_report(load)
 
-    def _begin_copies(self, load: _Load, message: wire.Batch) -> None:
+    def _begin_copies(self, load: IncomingLoad, message: wire.Batch) -> None:
         arena = self._client.arena
         if load.given_up or arena is None:
             self._notices.append(wire.Ack(load.ticket, message.batch))
@@ -253,7 +243,7 @@ class OffloadWorker:
             if group in self._copies.layouts:  # else the layers of that group are other ranks'
                 row = (load.job.block_ids[position], offset + load.shards[group])
                 parts.setdefault(group, []).append(row)
-        load.copying[message.batch] = batch = _Batch(rows, len(parts))
+        load.copying[message.batch] = batch = CopiedBatch(rows, len(parts))
         submitted = 0
         try:
             for group, pairs in parts.items():
@@ -281,35 +271,30 @@ class OffloadWorker:
         batch.loaded = batch.loaded and error is None
         self._maybe_end_batch(load, number)
 
-    def _maybe_end_batch(self, load: _Load, number: int) -> None:
+    def _maybe_end_batch(self, load: IncomingLoad, number: int) -> None:
         batch = load.copying[number]
         if batch.parts:
             return
         del load.copying[number]
         self._notices.append(wire.Ack(load.ticket, number))
         for position, source in batch.rows:
-            self._name(load, position, source if batch.loaded else label(Miss.IO_ERROR))
+            load.name(position, source if batch.loaded else label(Miss.IO_ERROR))
             group = group_number(load.job.keys[position])
             if batch.loaded and group in self._copies.layouts:
                 self._edges[TO_DEVICE] += self._copies.layouts[group].record_bytes
         self._maybe_report(load)
 
-    @staticmethod
-    def _name(load: _Load, position: int, source: str) -> None:
-        if load.sources[position] is None:
-            load.sources[position] = source
-
-    def _maybe_report(self, load: _Load) -> None:
-        if not load.over or load.ticket not in self._loads:
+    def _maybe_report(self, load: IncomingLoad) -> None:
+        if load.ticket not in self._loads:
+            return
+        if not load.over:
+            if self._copies.by_layer and not load.arriving and load.all_on_its_way:
+                load.arriving = True
+                self._copies.interleave([(load.ticket, number) for number in load.copying])
+                self._report.arriving.append(load.job.request_id)
             return
         del self._loads[load.ticket]
-        sources = tuple(source or label(Miss.UNKNOWN) for source in load.sources)
-        if load.void:
-            sources = (label(Miss.RESET),) * len(sources)
-        loaded = 0
-        while loaded < len(sources) and sources[loaded] in TIERS:
-            loaded += 1
-        self._report.loads.append(LoadResult(load.job.request_id, loaded, sources))
+        self._report.loads.append(load.result())
 
     def _cancel(self, request_id: str) -> None:
         for load in list(self._loads.values()):
@@ -323,14 +308,11 @@ class OffloadWorker:
             if now > load.deadline_s and not load.given_up:
                 self._give_up(load, Miss.TIMEOUT)
 
-    def _give_up(self, load: _Load, reason: Miss) -> None:
+    def _give_up(self, load: IncomingLoad, reason: Miss) -> None:
         """No new copies; those that have started end first."""
         load.given_up = True
         self._notices.append(wire.Release(load.ticket))
-        copying = {position for batch in load.copying.values() for position, _ in batch.rows}
-        for position in range(len(load.sources)):
-            if position not in copying:
-                self._name(load, position, label(reason))
+        load.name_rest(label(reason))
         self._maybe_report(load)
 
     # -- the store and the copies ---------------------------------------------------------------

@@ -21,6 +21,7 @@ from ebbtide.tiers.device import device_copies
 from ebbtide.tiers.namespace import Descriptor
 
 if TYPE_CHECKING:
+    from ebbtide.config_schema import Layerwise
     from ebbtide.connectors.reference.engine import Engine
     from ebbtide.tiers.runtime import ThreadRuntime
     from ebbtide.tiers.store import Store
@@ -68,10 +69,11 @@ def attach_socket(
     *,
     bounds: SchedulerBounds | None = None,
     load_timeout_s: float = LOAD_TIMEOUT_S,
+    layerwise: Layerwise = "auto",
     required: bool = True,
 ) -> Halves:
     """Connect both halves to a store's process, each by its own connection, and wait until it
-    answers.
+    answers. `layerwise` as in `connector.layerwise`.
 
     Raises TierUnavailableError when there is no store. Not `required`: waits for nothing, and every
     block is computed until a store answers.
@@ -83,7 +85,7 @@ def attach_socket(
     except TierUnavailableError:
         control.close()
         raise
-    return _attach(engine, control, data, bounds, load_timeout_s, wait=required)
+    return _attach(engine, control, data, bounds, load_timeout_s, layerwise, wait=required)
 
 
 def attach_local(
@@ -93,11 +95,15 @@ def attach_local(
     *,
     bounds: SchedulerBounds | None = None,
     load_timeout_s: float = LOAD_TIMEOUT_S,
+    layerwise: Layerwise = "auto",
 ) -> Halves:
-    """Connect both halves to a store in this process. The store stays the caller's."""
+    """Connect both halves to a store in this process. The store stays the caller's.
+
+    `layerwise` as in `connector.layerwise`.
+    """
     name = os.urandom(16)
     control, data = LocalClient(store, runtime, name), LocalClient(store, runtime, name)
-    return _attach(engine, control, data, bounds, load_timeout_s, wait=True)
+    return _attach(engine, control, data, bounds, load_timeout_s, layerwise, wait=True)
 
 
 def _attach(
@@ -106,6 +112,7 @@ def _attach(
     data: Client,
     bounds: SchedulerBounds | None,
     load_timeout_s: float,
+    layerwise: Layerwise,
     *,
     wait: bool,
 ) -> Halves:
@@ -125,7 +132,8 @@ def _attach(
         bounds=bounds,
     )
     layouts = dict.fromkeys(range(len(engine.runner.config.windows)), layout)
-    worker = OffloadWorker(data, device_copies(layouts), load_timeout_s=load_timeout_s)
+    copies = device_copies(layouts, layerwise=layerwise)
+    worker = OffloadWorker(data, copies, load_timeout_s=load_timeout_s)
     halves = Halves(scheduler, worker)
     try:
         if wait:

@@ -27,6 +27,8 @@ from ebbtide.errors import ConfigError, MisuseError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    import torch
+
     from ebbtide.allocator import EventLog, LogLine
     from ebbtide.connectors.reference.model import ModelConfig
     from ebbtide.connectors.seam import SchedulerHalf, WorkerHalf
@@ -100,6 +102,7 @@ class Engine:
             self.kv, max_batched_tokens=max_batched_tokens, max_running=max_running
         )
         self.last_step_tokens = 0
+        self.tokens_ahead = 0  # that were computed on loads still arriving, and counted
         self.being_computed: set[int] = set()  # blocks that have their hash before their content
         self.hash_algorithm = hash_algorithm
         self._log_line = log_line
@@ -202,14 +205,22 @@ class Engine:
         cached = self.kv.take_newly_cached()
         self.being_computed.update(block_id for block_id, _ in cached)
         self._start_copies()
-        outputs = self._run(scheduled) if scheduled else []
+        logits = self._forward(scheduled) if scheduled else None
+        forward_ended_s = time.monotonic()
         if self._log_line is not None:
             self._log_line.observe(self.kv.take_stats())
             self._log_line.log_if_due(self.kv.usage)
         self.being_computed.clear()
         half, worker = self.scheduler.half, self._worker_half
+        whole: set[str] = set()
         if half is not None and worker is not None:
-            self.scheduler.loads_ended(half.on_report(worker.finish_step()))
+            whole = self.scheduler.loads_ended(half.on_report(worker.finish_step()))
+        rows = {
+            part: row
+            for row, part in enumerate(scheduled)
+            if not part.ahead or part.sequence.request_id in whole
+        }
+        outputs = self._accept(rows, logits, forward_ended_s) if logits is not None else []
         # Cached when scheduled, computed by now: the next step may offer these blocks for storing.
         self._newly_full = cached + self.kv.take_newly_cached()
         return outputs
@@ -278,9 +289,10 @@ class Engine:
         ]
         worker.start_step(half.build_step(offered))
 
-    def _run(self, scheduled: list[Scheduled]) -> list[RequestOutput]:
+    def _forward(self, scheduled: list[Scheduled]) -> torch.Tensor:
+        """Logits, a row for each part."""
         parts = []
-        for sequence, count in scheduled:
+        for sequence, count, _ in scheduled:
             request = sequence.request
             start = request.num_computed_tokens
             parts.append(
@@ -290,15 +302,24 @@ class Engine:
                     self.kv.get_block_ids(request.request_id),
                 )
             )
-        logits = self.runner.execute(parts)
+        wait_for_layer = None
+        if self._worker_half is not None and any(part.ahead for part in scheduled):
+            wait_for_layer = self._worker_half.wait_for_layer
+        return self.runner.execute(parts, wait_for_layer)
+
+    def _accept(
+        self, rows: dict[Scheduled, int], logits: torch.Tensor, forward_ended_s: float
+    ) -> list[RequestOutput]:
+        """Take what stands of a step: `rows` of its logits, by part."""
         chosen = logits.argmax(dim=-1).tolist()
-        rows = {part.sequence.request_id: row for row, part in enumerate(scheduled)}
+        self.tokens_ahead += sum(part.num_tokens for part in rows if part.ahead)
+        row_of = {part.sequence.request_id: row for part, row in rows.items()}
         outputs = []
-        for sequence in self.scheduler.computed(scheduled):
-            row = rows[sequence.request_id]
+        for sequence in self.scheduler.computed(list(rows)):
+            row = row_of[sequence.request_id]
             sequence.request.append_output([chosen[row]])
             if sequence.first_token is None:
-                sequence.first_token = time.monotonic()
+                sequence.first_token = forward_ended_s
                 sequence.first_logits = logits[row].clone() if sequence.keep_logits else None
             if sequence.finished:
                 outputs.append(self._finish(sequence))

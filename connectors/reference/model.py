@@ -20,9 +20,11 @@ from ebbtide.errors import ConfigError
 from ebbtide.kernels.attention import causal_mask, paged_attention, write_kv
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ebbtide.kernels.paged_attention import Batch as PagedBatch
+
+    WaitForLayer = Callable[[int, int], None]
 
 SCORE_GAIN = 1.7
 """Standard deviation of queries and of keys; attention scores have about its square."""
@@ -180,12 +182,18 @@ class Model:
         self._angles = _rotary_angles(config).to(self.device)
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, kv_caches: Sequence[torch.Tensor]) -> torch.Tensor:
+    def forward(
+        self,
+        batch: Batch,
+        kv_caches: Sequence[torch.Tensor],
+        wait_for_layer: WaitForLayer | None = None,
+    ) -> torch.Tensor:
         """Logits [sequences, vocab] float32 for the last token of every sequence of `batch`.
 
         `kv_caches` holds [2, num_blocks, block_size, kv_heads, head_dim] tensors, one for a layer
         of each KV group; the KV of the batch's tokens is written there, and everything before them
-        is read from there.
+        is read from there. `wait_for_layer` is called with KV group and place in `kv_caches` before
+        a layer touches its blocks: until it returns, they may still be on their way.
         """
         groups = len(self.config.windows)
         hidden = self._embedding.index_select(0, batch.token_ids)
@@ -199,6 +207,8 @@ class Model:
         for number, layer in enumerate(self._layers):
             group = self.config.group_of_layer(number)
             slots, kv_cache = batch.slot_mappings[group], kv_caches[number // groups]
+            if wait_for_layer is not None:
+                wait_for_layer(group, number // groups)
             mixed = self._attend(layer, hidden, angles, slots, seen[group], kv_cache)
             hidden.addmm_(mixed, layer.attention_out.t())
             gate, up = functional.linear(self._norm(hidden), layer.gate_up).chunk(2, dim=-1)

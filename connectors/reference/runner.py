@@ -12,7 +12,7 @@ from ebbtide.connectors.reference.model import Batch, Model, SequenceRange
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ebbtide.connectors.reference.model import ModelConfig
+    from ebbtide.connectors.reference.model import ModelConfig, WaitForLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +56,14 @@ class Runner:
             torch.zeros((tensors, 2, *shape), dtype=config.dtype, device=self.device)
         )
 
-    def execute(self, parts: Sequence[Part]) -> torch.Tensor:
+    def execute(
+        self, parts: Sequence[Part], wait_for_layer: WaitForLayer | None = None
+    ) -> torch.Tensor:
         """Logits float32 [parts, vocab] on the CPU for the last token of each part.
 
         Writes the KV of all tokens. Parts may share blocks of a prefix, even one that another part
-        of the same call computes: every layer writes all its KV before it attends.
+        of the same call computes: every layer writes all its KV before it attends. Parts that stand
+        on blocks still on their way need `wait_for_layer`: see `Model.forward`.
         """
         token_ids: list[int] = []
         positions: list[torch.Tensor] = []
@@ -83,4 +86,4 @@ class Runner:
             tuple(torch.cat(group).to(self.device) for group in slots),
             tuple(ranges),
         )
-        return self.model.forward(batch, self.kv_caches).cpu()
+        return self.model.forward(batch, self.kv_caches, wait_for_layer).cpu()

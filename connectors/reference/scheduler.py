@@ -11,16 +11,20 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from ebbtide.allocator import KVCacheManager
+    from ebbtide.allocator import KVCacheManager, Request
     from ebbtide.connectors.reference.sequence import Sequence
     from ebbtide.connectors.seam import LoadResult, SchedulerHalf
 
 
 class Scheduled(NamedTuple):
-    """`num_tokens` of a sequence run in this step, from its `num_computed_tokens` on."""
+    """`num_tokens` of a sequence run in this step, from its `num_computed_tokens` on.
+
+    `ahead`: its load is still arriving. What the step makes of it counts if the load ends whole.
+    """
 
     sequence: Sequence
     num_tokens: int
+    ahead: bool = False
 
 
 class Scheduler:
@@ -89,14 +93,17 @@ class Scheduler:
                 scheduled.append(Scheduled(sequence, count))
                 budget -= count
         if not preempted:
-            scheduled += self._admit(budget)
+            scheduled += (ahead := self._run_ahead(budget))
+            scheduled += self._admit(budget - sum(part.num_tokens for part in ahead))
         return scheduled
 
     def computed(self, scheduled: list[Scheduled]) -> list[Sequence]:
         """Advance what ran. Returns the sequences that now get their next token."""
         ready = []
-        for sequence, count in scheduled:
+        for sequence, count, ahead in scheduled:
             sequence.request.num_computed_tokens += count
+            if ahead:  # the load is whole: what it filled may now be found
+                self.kv.cache_blocks(sequence.request, sequence.request.num_computed_tokens)
             if sequence.remaining_tokens == 0:
                 ready.append(sequence)
         return ready
@@ -126,13 +133,14 @@ class Scheduler:
                     self._forget(sequence)
                     return
 
-    def loads_ended(self, results: list[LoadResult]) -> None:
-        """Let sequences run whose load has ended, well or not.
+    def loads_ended(self, results: list[LoadResult]) -> set[str]:
+        """Let sequences run whose load has ended, well or not. Returns those where all came.
 
         The unbroken run of loaded blocks counts as computed and is cached from now on. Blocks
         behind it are the sequence's own and get computed in place. Where windows hide tokens, or
         groups are several, a load that failed in part is of no use: the sequence starts again.
         """
+        whole = set()
         for result in results:
             aborted = self._aborted_loads.pop(result.request_id, None)
             if aborted is not None:
@@ -148,10 +156,32 @@ class Scheduler:
                 continue
             loaded = sequence.load_start_tokens + brought
             self.kv.cache_blocks(request, loaded)
-            # The last token is computed in any case: its logits are needed.
-            request.num_computed_tokens = min(loaded, request.num_tokens - 1)
+            self._counts_as_computed(request, loaded)
             request.is_running = True
             self.running.append(sequence)
+            if brought == sequence.load_tokens:
+                whole.add(result.request_id)
+        return whole
+
+    def _run_ahead(self, budget: int) -> list[Scheduled]:
+        """Run sequences whose load arrives layer by layer.
+
+        They stay in `loading`: whether they run at all, and with what, is settled by the load's
+        end, as if they had waited for it. Until then no block of theirs is cached, so that nobody
+        else can take what may yet fail.
+        """
+        scheduled: list[Scheduled] = []
+        for sequence in self.loading.values():
+            assert self.half is not None
+            if not budget or not self.half.arrives(sequence.request_id):
+                continue
+            request = sequence.request
+            self._counts_as_computed(request, sequence.load_start_tokens + sequence.load_tokens)
+            count = min(sequence.remaining_tokens, budget)
+            if self.kv.allocate_slots(request, count, delay_cache_blocks=True) is not None:
+                scheduled.append(Scheduled(sequence, count, ahead=True))
+                budget -= count
+        return scheduled
 
     def _admit(self, budget: int) -> list[Scheduled]:
         """Start waiting sequences, oldest first, until tokens, places or blocks run out."""
@@ -220,9 +250,15 @@ class Scheduler:
             return sequence.load_tokens
         return result.loaded_blocks * sequence.request.hash_block_size if self._in_place else 0
 
+    @staticmethod
+    def _counts_as_computed(request: Request, loaded_tokens: int) -> None:
+        """All but the last token, which is computed in any case: its logits are needed."""
+        request.num_computed_tokens = min(loaded_tokens, request.num_tokens - 1)
+
     def _start_again(self, sequence: Sequence) -> None:
         """Compute all that the device has not, without asking again for what failed just now."""
         self.kv.free(sequence.request)
+        sequence.request.num_computed_tokens = 0
         sequence.loads = False
         self.waiting.appendleft(sequence)
 

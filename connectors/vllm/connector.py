@@ -128,7 +128,7 @@ class EbbtideConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         pass
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        pass
+        pass  # a request runs when its load has ended
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any

@@ -83,6 +83,11 @@ def read_settings(vllm_config: VllmConfig) -> Settings:
         )
     extra = dict(transfer.kv_connector_extra_config or {})
     config = load_config(extra).config
+    if config.connector.layerwise == "on":
+        raise ConfigError(
+            "Under vLLM no request runs on a load that is still arriving",
+            next_step="Leave out connector.layerwise.",
+        )
     algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
     name = re.sub(r"_dp\d+$", "", str(transfer.engine_id))  # replicas of one host share a store
     engine = hashlib.sha256(str(transfer.engine_id).encode()).digest()[:16]

@@ -180,6 +180,9 @@ class HttpConfig(Section, frozen=True, kw_only=True):
     ] = None
 
 
+Layerwise = Literal["auto", "on", "off"]
+
+
 class ConnectorConfig(Section, frozen=True, kw_only=True):
     """What the halves in an engine do. The store reads none of it."""
 
@@ -193,6 +196,13 @@ class ConnectorConfig(Section, frozen=True, kw_only=True):
     copy: Annotated[
         Literal["auto", "engine", "kernel", "torch"],
         Meta(description="What copies blocks of a GPU; auto: what a measurement at start says."),
+    ] = "auto"
+    layerwise: Annotated[
+        Layerwise,
+        Meta(
+            description="Run on a load whose later layers are still to arrive; auto: where copies "
+            "run beside the forward pass, and it waits layer by layer."
+        ),
     ] = "auto"
     always_load: Annotated[
         bool, Meta(description="Load every hit, also one that seems slower than computing it.")

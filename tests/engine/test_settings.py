@@ -141,6 +141,13 @@ def test_a_failed_load_must_not_fail_its_request(tiers: Tiers) -> None:
     assert '"kv_load_failure_policy":"recompute"' in error.next_step
 
 
+def test_running_ahead_of_a_load_is_refused(tiers: Tiers) -> None:
+    """Asked for by name; what the engine cannot do by itself is left out."""
+    assert read_settings(config_of(tiers, layerwise="auto"))
+    error = refused(config_of(tiers, layerwise="on"))
+    assert "connector.layerwise" in error.next_step
+
+
 @pytest.mark.parametrize("sizes", [{"dcp": 2}, {"pcp": 2}])
 def test_context_parallelism_is_refused(tiers: Tiers, sizes: dict[str, Any]) -> None:
     error = refused(config_of(tiers, **sizes))

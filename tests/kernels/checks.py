@@ -11,7 +11,7 @@ import torch
 from tests.kernels.memory_guard import Traffic, memory_guard
 
 from ebbtide.bench.device_rig import HostQueue
-from ebbtide.bench.paged_forms import FORMS, Shape, make_pages
+from ebbtide.bench.paged_forms import FORMS, Form, Shape, make_pages
 from ebbtide.kernels.fragments import FragmentTable
 from ebbtide.kernels.layout import PagedLayout
 
@@ -104,6 +104,15 @@ class Problem(NamedTuple):
     unowned: list[torch.Tensor]  # rows of the cache that belong to no sequence
 
 
+def keys_and_values(tensor: torch.Tensor, form: Form) -> torch.Tensor:
+    """A layer as attention takes it: [2, blocks, tokens, heads, dim], a view."""
+    if form.view == "BHTC":  # keys and values side by side in the last dimension
+        return tensor.view(*tensor.shape[:3], 2, -1).permute(3, 0, 2, 1, 4)
+    if form.view == "BTHC":
+        return tensor.view(*tensor.shape[:3], 2, -1).permute(3, 0, 1, 2, 4)
+    return tensor if form.view[0] == "K" else tensor.transpose(0, 1)
+
+
 def make_problem(case: Case, dtype: torch.dtype, *, seed: int = 3) -> Problem:
     """A cache that is NaN wherever no sequence has a token; unused table entries are wild.
 
@@ -115,7 +124,7 @@ def make_problem(case: Case, dtype: torch.dtype, *, seed: int = 3) -> Problem:
     shape = Shape(1, blocks, case.page, case.kv_heads, case.dim)
     form = FORMS[case.form]
     (tensor,) = make_pages(form, shape, dtype).tensors
-    kv_cache = tensor if form.view[0] == "K" else tensor.transpose(0, 1)
+    kv_cache = keys_and_values(tensor, form)
     kv_cache.fill_(float("nan"))
     order = (1 + torch.randperm(blocks - 1, generator=draw)).tolist()
     tables = torch.full((len(case.contexts), max(pages_of)), 1 << 28, dtype=torch.int32)

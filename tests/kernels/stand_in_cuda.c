@@ -39,6 +39,8 @@ static int crosses(const void *p, size_t n) {
 }
 
 static void run(size_t s, size_t until) {
+  /* An event of a stream that is gone: all of it has run, and its number may be another's by now. */
+  if (until > streams[s].count) until = streams[s].count;
   while (streams[s].done < until) {
     Op *op = &streams[s].ops[streams[s].done++];
     if (op->kind == WAIT) {
@@ -177,6 +179,7 @@ CUresult CUDAAPI cuStreamSynchronize(CUstream stream) {
 CUresult CUDAAPI cuEventCreate(CUevent *event, unsigned flags) {
   if (flags != CU_EVENT_DISABLE_TIMING) return CUDA_ERROR_INVALID_VALUE;
   pthread_mutex_lock(&lock);
+  events[event_count % EVENTS] = (Event){0};
   *event = (CUevent)(0x9000 + event_count++ % EVENTS);
   pthread_mutex_unlock(&lock);
   return CUDA_SUCCESS;

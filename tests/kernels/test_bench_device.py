@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,9 +13,14 @@ from tests.kernels.conftest import HAS_GPU
 from ebbtide.bench import device_bench, device_copies
 from ebbtide.errors import ConfigError, TierUnavailableError
 from ebbtide.kernels.copy_engine import EngineCopies
+from ebbtide.tiers.device_streams import StreamCopies
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+
     from ebbtide.bench.device_rig import DeviceRig
+    from ebbtide.kernels.arena_records import ArenaRecords
+    from ebbtide.tiers.device import CopyJob
 
 pytest.importorskip("triton", reason="NO TRITON: kernels are not tested (pip install triton)")
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="here the benchmark itself can run")
@@ -44,11 +50,21 @@ def test_every_stage_runs_dry(capsys: pytest.CaptureFixture[str]) -> None:
         "torch",
     }
     assert {row["way"] for row in found if row["stage"] == "restore"} == {
-        "whole.engine",
-        "whole.kernel",
-        "whole.torch",
-        "layerwise.engine",
+        "engine",
+        "kernel",
+        "torch",
     }
+    ways = {row["way"]: row for row in found if row["stage"] == "layerwise"}
+    assert ways.keys() == {"whole", "layerwise"}
+    assert (ways["whole"]["ahead"], ways["layerwise"]["ahead"]) == (0, 16)
+    assert all(row["dry"] for row in found)  # nobody takes its times for a device's
+
+
+def test_the_human_form_of_a_dry_run_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    args = options("--only", "ceilings")
+    args.json = False
+    assert device_bench.run(args) == 0
+    assert "dry run" in capsys.readouterr().err
 
 
 def test_wrong_bytes_fail_the_run(
@@ -56,8 +72,8 @@ def test_wrong_bytes_fail_the_run(
 ) -> None:
     scatter = EngineCopies.scatter
 
-    def late(self: EngineCopies, ids: Any, arena: Any, offsets: Any, **named: Any) -> None:
-        scatter(self, ids, arena, offsets[::-1], **named)
+    def late(self: EngineCopies, records: ArenaRecords, **named: Any) -> None:
+        scatter(self, records._replace(offsets=records.offsets[::-1]), **named)
 
     monkeypatch.setattr(EngineCopies, "scatter", late)
     assert device_bench.run(options("--only", "exactness")) == 1
@@ -71,7 +87,31 @@ def test_restoring_the_wrong_blocks_fails_the_run(
     monkeypatch.setattr(EngineCopies, "scatter", lambda *given, **named: None)
     assert device_bench.run(options("--only", "restore")) == 1
     wrong = [row for row in rows(capsys) if not row["ok"]]
-    assert {row["way"] for row in wrong} == {"whole.engine"}
+    assert {row["way"] for row in wrong} == {"engine"}
+
+
+def test_a_pass_that_does_not_wait_for_its_layers_fails_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Copies that are as late as can be, and end well."""
+    move, wait = StreamCopies._move, StreamCopies.wait_for_end
+    end = threading.Event()
+
+    def late(self: StreamCopies, job: CopyJob) -> None:
+        assert job.layer is None or end.wait(20.0)
+        move(self, job)
+
+    def ends(self: StreamCopies, tag: Hashable) -> None:
+        end.set()
+        wait(self, tag)
+        end.clear()
+
+    monkeypatch.setattr(StreamCopies, "_move", late)
+    monkeypatch.setattr(StreamCopies, "wait_for_end", ends)
+    monkeypatch.setattr(StreamCopies, "wait_for_layer", lambda *_: None)
+    assert device_bench.run(options("--only", "layerwise")) == 1
+    wrong = [row for row in rows(capsys) if not row["ok"]]
+    assert {row["way"] for row in wrong} == {"layerwise"}
 
 
 def test_a_stage_that_fails_stops_no_other(

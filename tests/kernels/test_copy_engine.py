@@ -9,6 +9,7 @@ import torch
 
 from ebbtide.bench.paged_forms import FORMS, Shape, make_pages
 from ebbtide.errors import MisuseError
+from ebbtide.kernels.arena_records import ArenaRecords
 from ebbtide.kernels.copy_engine import EngineCopies
 from ebbtide.kernels.driver import Order
 from ebbtide.kernels.fragments import FragmentTable
@@ -38,7 +39,7 @@ def test_down_and_up_again_is_exact_in_every_form(name: str, stand_in: StandIn) 
     size = table.record_bytes + 16
     ids, offsets = [7, 2, 3, 0], [3 * size, 0, size, 5 * size]
     arena = torch.full((6 * size,), GUARD, dtype=torch.uint8)
-    EngineCopies(driver, table).gather(ids, arena, offsets, stream=stream.handle)
+    EngineCopies(driver, table).gather(ArenaRecords(ids, arena, offsets), stream=stream.handle)
     assert (arena == GUARD).all()
     assert stand_in.last_order == Order.STREAM
     stream.synchronize()
@@ -52,7 +53,9 @@ def test_down_and_up_again_is_exact_in_every_form(name: str, stand_in: StandIn) 
     expected = [target.record(block) for block in range(SHAPE.blocks)]
     for block, offset in zip(ids, offsets, strict=True):
         expected[block] = arena[offset:][: table.record_bytes].clone()
-    EngineCopies(driver, table_of(target)).scatter(ids, arena, offsets, stream=stream.handle)
+    EngineCopies(driver, table_of(target)).scatter(
+        ArenaRecords(ids, arena, offsets), stream=stream.handle
+    )
     stream.synchronize()
     assert stand_in.last_order == Order.ANY
     for block, record in enumerate(expected):
@@ -67,7 +70,7 @@ def test_neighbours_go_as_one_copy(stand_in: StandIn) -> None:
     arena = torch.zeros(9 * table.record_bytes, dtype=torch.uint8)
     ids = [3, 4, 5, 8]
     offsets = [slot * table.record_bytes for slot in (0, 1, 2, 3)]
-    EngineCopies(driver, table).gather(ids, arena, offsets, stream=stream.handle)
+    EngineCopies(driver, table).gather(ArenaRecords(ids, arena, offsets), stream=stream.handle)
     assert stand_in.copies == 2
     stream.close()
 
@@ -85,7 +88,7 @@ def test_records_over_the_edge_of_a_piece_arrive(stand_in: StandIn) -> None:
     registration = Registration(driver, arena.data_ptr(), arena.numel(), piece_bytes=3 * 4096)
     copies = EngineCopies(driver, table)
     offsets = [slot * size for slot in range(6)]
-    copies.gather(range(6), arena, offsets, stream=stream.handle, registration=registration)
+    copies.gather(ArenaRecords(range(6), arena, offsets, registration), stream=stream.handle)
     stream.synchronize()
     for block in range(6):
         assert torch.equal(arena[block * size :][:size], pages.record(block))
@@ -99,9 +102,9 @@ def test_what_does_not_fit_is_refused_before_anything_moves(stand_in: StandIn) -
     arena = torch.zeros(4 * table.record_bytes, dtype=torch.uint8)
     copies = EngineCopies(driver, table)
     with pytest.raises(MisuseError, match="outside the registered"):
-        copies.gather([0, 9], arena, [0, table.record_bytes], stream=0x1001)
+        copies.gather(ArenaRecords([0, 9], arena, [0, table.record_bytes]), stream=0x1001)
     with pytest.raises(MisuseError, match="twice"):
-        copies.scatter([1, 1], arena, [0, table.record_bytes], stream=0x1001)
+        copies.scatter(ArenaRecords([1, 1], arena, [0, table.record_bytes]), stream=0x1001)
     with pytest.raises(MisuseError, match="stream of their own"):
-        copies.gather([0], arena, [0], stream=0)
+        copies.gather(ArenaRecords([0], arena, [0]), stream=0)
     assert stand_in.copies == 0

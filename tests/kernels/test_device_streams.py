@@ -25,10 +25,11 @@ from ebbtide.kernels.driver import Driver, Order
 from ebbtide.kernels.fragments import FragmentTable
 from ebbtide.kernels.layout import PagedLayout
 from ebbtide.kernels.methods import choose_method, make_method
-from ebbtide.kernels.streams import Stream
+from ebbtide.kernels.streams import Event, Stream
 from ebbtide.tiers.arena import Arena
 from ebbtide.tiers.device import CopyEnd, device_copies
-from ebbtide.tiers.device_streams import Device, StreamCopies, stream_copies
+from ebbtide.tiers.device_streams import StreamCopies, stream_copies
+from ebbtide.tiers.mapped_arenas import Device
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,7 +46,12 @@ class Rig:
     """Blocks, a compute stream, and copies on the stand-in driver."""
 
     def __init__(
-        self, stand_in: StandIn, driver: Driver, choices: dict[int, Choice] | None = None
+        self,
+        stand_in: StandIn,
+        driver: Driver,
+        choices: dict[int, Choice] | None = None,
+        *,
+        by_layer: bool = False,
     ) -> None:
         self.stand_in, self.driver = stand_in, driver
         self.kept: list[torch.Tensor] = []  # what the compute stream may still touch
@@ -54,7 +60,7 @@ class Rig:
         self.size = self.layout.record_bytes
         self.compute = Stream(driver)
         device = Device(driver, 0, lambda: self.compute.handle)
-        self.copies = StreamCopies({0: self.layout}, device, choices or ENGINE)
+        self.copies = StreamCopies({0: self.layout}, device, choices or ENGINE, by_layer=by_layer)
 
     def compute_copies(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Work of the compute stream: bytes of one tensor to another, when it comes to it."""
@@ -165,6 +171,127 @@ def test_what_went_down_comes_back(method: str, stand_in: StandIn, arena: Arena)
     rig.close()
 
 
+# -- layer by layer -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def layered(stand_in: StandIn, arena: Arena) -> Iterator[Rig]:
+    rig = Rig(stand_in, stand_in.driver(), by_layer=True)
+    yield rig
+    rig.close()
+
+
+def check_compute_behind_each_layer(
+    rig: Rig, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
+    """The compute stream reads each layer of a block that is loaded, as a forward pass does.
+
+    The load's own thread does not look at the stream before all of that was read. Returns what was
+    done, in turn.
+    """
+    block, log = 5, []
+    expected = [tensor[:, block].clone() for tensor in rig.pages.tensors]
+    rig.submit(arena, [block], "down")
+    rig.ends()
+    for tensor in rig.pages.tensors:
+        tensor[:, block].zero_()
+    read, synchronize = threading.Event(), Stream.synchronize
+
+    def later(stream: Stream) -> None:
+        if stream is not rig.compute:
+            assert read.wait(HANG_S)
+        synchronize(stream)
+
+    monkeypatch.setattr(Stream, "synchronize", later)
+    rig.submit(arena, [block], "up", up=True)
+    found = [torch.zeros_like(tensor) for tensor in expected]
+    for layer, tensor in enumerate(rig.pages.tensors):
+        rig.copies.wait_for_layer("up", 0, layer)
+        for half in range(2):
+            rig.compute_copies(found[layer][half], tensor[half, block])
+        before = [bool(one[:, block].any()) for one in rig.pages.tensors]
+        rig.compute.synchronize()
+        after = [bool(one[:, block].any()) for one in rig.pages.tensors]
+        log.append(f"{before} {after}")
+    read.set()
+    assert rig.ends() == [CopyEnd("up", True, None)]
+    for got, right in zip(found, expected, strict=True):
+        assert torch.equal(got.view(torch.uint8), right.view(torch.uint8))
+    return log
+
+
+def test_a_layer_is_read_before_the_next_has_come(
+    layered: Rig, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device as lazy as may be, a layer comes when the compute stream needs it."""
+    log = check_compute_behind_each_layer(layered, arena, monkeypatch)
+    assert log == ["[False, False] [True, False]", "[True, False] [True, True]"]
+
+
+def test_layers_wait_for_the_work_that_reads_their_blocks(layered: Rig, arena: Arena) -> None:
+    check_load_after_compute(layered, arena)
+
+
+def test_planted_a_pass_that_does_not_wait_for_a_layer_is_seen(
+    layered: Rig, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Event, "hold_back", lambda event, stream: None)
+    with pytest.raises(AssertionError):
+        check_compute_behind_each_layer(layered, arena, monkeypatch)
+
+
+def test_planted_a_mark_that_stands_for_nothing_is_seen(
+    layered: Rig, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An event that was not recorded behind its layer holds nobody up."""
+    monkeypatch.setattr(Event, "record", lambda event, stream: None)
+    with pytest.raises(AssertionError):
+        check_compute_behind_each_layer(layered, arena, monkeypatch)
+
+
+@pytest.mark.parametrize("method", ["engine", "torch"])
+def test_layers_of_a_load_are_the_whole_block(method: str, stand_in: StandIn, arena: Arena) -> None:
+    rig = Rig(stand_in, stand_in.driver(), {0: Choice(method, method)}, by_layer=True)
+    records = [rig.pages.record(block) for block in range(SHAPE.blocks)]
+    rig.submit(arena, [1, 2, 7, 5], "down")
+    rig.ends()
+    for tensor in rig.pages.tensors:
+        tensor.zero_()
+    rig.submit(arena, [7, 1], "up", up=True)
+    assert rig.ends() == [CopyEnd("up", True, None)]
+    for block in range(SHAPE.blocks):
+        back = rig.pages.record(block)
+        assert torch.equal(back, records[block]) if block in (1, 7) else not back.any()
+    rig.copies.wait_for_layer("up", 0, 0)  # it is over: nobody waits
+    rig.copies.wait_for_end("up")
+    rig.close()
+
+
+@pytest.mark.parametrize("refused", [1, 2])
+def test_who_waits_for_a_layer_that_fails_goes_on(
+    refused: int, stand_in: StandIn, arena: Arena
+) -> None:
+    rig = Rig(stand_in, stand_in.driver(failing_copy=2 * refused), by_layer=True)
+    rig.submit(arena, [1], "up", up=True)  # two copies a layer
+    for layer in range(2):
+        rig.copies.wait_for_layer("up", 0, layer)
+    rig.copies.wait_for_end("up")
+    (end,) = rig.copies.poll()
+    assert isinstance(end.error, TierUnavailableError)
+    rig.close()
+
+
+def test_methods_of_layers_share_one_staging_buffer(stand_in: StandIn, arena: Arena) -> None:
+    pytest.importorskip("triton", reason="NO TRITON: kernels are not tested")
+    rig = Rig(stand_in, stand_in.driver(), {0: Choice("kernel", "kernel")}, by_layer=True)
+    rig.submit(arena, [1], "up", up=True)
+    rig.ends()
+    made = rig.copies._loads._methods
+    assert len(made) == SHAPE.layers
+    assert len({method.staging.data_ptr() for method in made.values()}) == 1  # type: ignore[union-attr]  # kernels have one
+    rig.close()
+
+
 def test_a_store_under_way_holds_no_load_up(
     rig: Rig, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,10 +392,12 @@ def test_a_method_that_is_lost_later_is_replaced(
 ) -> None:
     """Staging memory that was there when it was measured may be gone when it is needed."""
 
-    def make(name: str, driver: Driver, table: FragmentTable) -> methods_module.Method:
+    def make(
+        name: str, driver: Driver, table: FragmentTable, staging: torch.Tensor | None = None
+    ) -> methods_module.Method:
         if name == "kernel":
             raise TierUnavailableError("No device memory is left for staging")
-        return make_method(name, driver, table)
+        return make_method(name, driver, table, staging)
 
     monkeypatch.setattr(methods_module, "make_method", make)
     rig = Rig(stand_in, stand_in.driver(), {0: Choice("kernel", "kernel")})

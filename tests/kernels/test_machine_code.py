@@ -24,8 +24,10 @@ MATRIX_UNITS = {"80": "HMMA", "90": "HMMA|HGMMA", "100": "HMMA|UTCHMMA"}
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Kernel and architecture to what was made of it."""
+def made(
+    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> dict[str, dict[str, Any]]:
+    """Kernel and architecture to what was made of it. Printed, whatever pytest captures."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     # Two processes: most of the time is the compiler's.
@@ -44,11 +46,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         out, errors = process.communicate(timeout=110)
         assert process.returncode == 0, errors[-3000:]
         found |= json.loads(out)
-    for name, one in found.items():
-        sys.stdout.write(  # seen with -s
-            f"{name:<28} {one['registers']:>4} registers {one['shared_bytes']:>7} B shared"
-            f" {one['spilled_bytes']} B spilled {one['instructions']}\n"
-        )
+    lines = [
+        f"{name:<28} {one['registers']:>4} registers {one['shared_bytes']:>7} B shared"
+        f" {one['spilled_bytes']} B spilled {one['instructions']}"
+        for name, one in found.items()
+    ]
+    with pytestconfig.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        sys.stdout.write("\n".join(["", *lines, ""]))
     return found
 
 

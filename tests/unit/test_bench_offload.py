@@ -138,7 +138,12 @@ class WriteOnly:
     def has_pending_work(self) -> bool:
         return False
 
+    def arrives(self, request_id: str) -> bool:
+        return False
+
     def start_step(self, metadata: StepMetadata) -> None: ...
+
+    def wait_for_layer(self, group: int, layer: int) -> None: ...
 
     def finish_step(self) -> WorkerReport:
         return WorkerReport()

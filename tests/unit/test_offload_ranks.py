@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from dataclasses import replace
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +16,22 @@ from tests.scripted import Bench
 from ebbtide.allocator import Request, pack_key
 from ebbtide.connectors import protocol as wire
 from ebbtide.connectors.seam import LoadResult, StoreJob, WorkerReport
+from ebbtide.tiers.device import device_copies
+from ebbtide.tiers.device_streams import StreamCopies
 from ebbtide.tiers.reasons import Place
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from ebbtide.tiers.device import CopyJob
+    from ebbtide.kernels.layout import PagedLayout
+    from ebbtide.tiers.device import CopyJob, DeviceCopies
+
+    Kind = Callable[[Mapping[int, PagedLayout]], DeviceCopies]
 
 M = Place.MEMORY
+KINDS = pytest.mark.parametrize(
+    "kind", [device_copies, partial(StreamCopies, by_layer=True)], ids=["whole", "by layer"]
+)
 READMISSION_SEEDS = 100
 
 
@@ -128,6 +137,47 @@ def test_a_load_ends_with_its_slowest_rank_and_is_as_bad_as_its_worst() -> None:
     assert not bench.half.has_pending_work()
     assert +bench.half.tally.tokens_by_source == {"memory": 16, "disk": 32, "computed": 17}
     assert ends(bench, 2, *["memory"] * 4) == []  # of no load that is known
+
+
+def arriving(bench: Bench, rank: int, *names: str) -> bool:
+    bench.half.on_report(WorkerReport(rank, arriving=list(names)))
+    return bench.half.arrives("r")
+
+
+def test_a_load_arrives_when_it_does_so_on_every_rank_or_has_ended_well() -> None:
+    bench = loading(3, 4)
+    assert not bench.half.arrives("r")
+    assert not arriving(bench, 0, "r", "another")
+    assert not arriving(bench, 0, "r")  # again
+    assert ends(bench, 1, *["memory"] * 4) == []
+    assert not bench.half.arrives("r")
+    assert arriving(bench, 2, "r")
+    assert len(ends(bench, 0, *["memory"] * 4)) + len(ends(bench, 2, *["memory"] * 4)) == 1
+    assert not bench.half.arrives("r")  # it is over
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_load_that_failed_on_one_rank_arrives_on_none(failing: int) -> None:
+    bench = loading(2, 2)
+    for rank in range(2):
+        if rank == failing:
+            ends(bench, rank, "memory", "io_error")
+        else:
+            arriving(bench, rank, "r")
+    assert not bench.half.arrives("r")
+    (result,) = ends(bench, 1 - failing, "memory", "memory")
+    assert result.loaded_blocks == 1
+
+
+def test_a_fault_in_a_report_of_arrivals_lets_the_engine_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = loading(1, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.half._demotions, "settle", lambda report: 1 / 0)
+        assert not arriving(bench, 0, "r")
+    assert bench.half.faults.count == 1
+    assert len(ends(bench, 0, "memory", "memory")) == 1
 
 
 @pytest.mark.parametrize("broken", ["settle", "count"])
@@ -272,10 +322,11 @@ def admit(rig: RankRig, tables: Sequence[Sequence[int]], tokens: int) -> int | N
     return matched
 
 
+@KINDS
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_every_rank_gets_back_what_it_gave(ranks: int) -> None:
+def test_every_rank_gets_back_what_it_gave(ranks: int, kind: Kind) -> None:
     """Two groups, records and shards of different sizes, all shards of a block in one record."""
-    with RankRig(ranks, TWO_GROUPS) as rig:
+    with RankRig(ranks, TWO_GROUPS, copies=kind) as rig:
         names = hashes(128)
         full, windowed = rig.groups.all
         assert full.record_bytes != windowed.record_bytes
@@ -332,10 +383,13 @@ def test_a_copy_that_fails_on_one_rank_publishes_nothing(
         assert rig.faults == 0
 
 
-def test_p43_ranks_agree_on_what_the_worst_of_them_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 2 of 4 cannot bring the blocks from the sixth on."""
+@KINDS
+def test_p43_ranks_agree_on_what_the_worst_of_them_has(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 2 of 4 cannot bring the blocks from the sixth on, or their second layer."""
     failed_from, blocks = 5, 8
-    with RankRig(4) as rig:
+    with RankRig(4, copies=kind) as rig:
         refs, written = rig.fill(rig.groups.keys(rig.groups.all[0], hashes(128), 0, blocks), 1)
         rig.step(refs)
         rig.settle()
@@ -345,7 +399,7 @@ def test_p43_ranks_agree_on_what_the_worst_of_them_has(monkeypatch: pytest.Monke
         move = copies._move
 
         def fails(job: CopyJob) -> None:
-            if job.to_device and max(job.block_ids) >= 31 + failed_from:
+            if job.to_device and job.layer != 0 and max(job.block_ids) >= 31 + failed_from:
                 raise OSError(errno.EIO, "injected: the copy to the device")
             move(job)
 

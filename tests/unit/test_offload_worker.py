@@ -36,6 +36,9 @@ class HandCopies:
         self.ends: list[CopyEnd] = []
         self.open_jobs = 0
         self.pinned: bool | None = None
+        self.by_layer = False
+        self.waits: list[tuple[Hashable, ...]] = []
+        self.interleaved: list[list[Hashable]] = []
         self.closed = False
         self.settled = 0
         self.refuse_from: int | None = None  # number of the job
@@ -59,6 +62,18 @@ class HandCopies:
 
     def settle_stores(self) -> None:
         self.settled += 1
+
+    def interleave(self, tags: Collection[Hashable]) -> None:
+        self.interleaved.append(list(tags))
+
+    def wait_for_layer(self, tag: Hashable, group: int, layer: int) -> None:
+        self.waits.append((tag, group, layer))
+
+    def wait_for_end(self, tag: Hashable) -> None:
+        """It comes while it is waited for."""
+        self.waits.append((tag,))
+        while any(job[0] == tag for job in self.jobs):
+            self.end()
 
     def end(self, error: BaseException | None = None) -> None:
         """The oldest copy ends."""
@@ -368,3 +383,122 @@ def test_closing_waits_for_copies_and_then_lets_go(bench: Bench) -> None:
     assert polls == 3
     assert bench.copies.closed
     assert bench.client.closed
+
+
+# -- layer by layer -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def layered(bench: Bench) -> Bench:
+    bench.copies.by_layer = True
+    return bench
+
+
+def test_a_load_arrives_when_its_last_block_is_under_way(layered: Bench) -> None:
+    ticket = layered.load()
+    layered.batch(ticket, 0, [0, 1])
+    assert layered.half.finish_step().arriving == []
+    layered.batch(ticket, 1, [2, 3], D)
+    assert layered.half.finish_step().arriving == ["r"]
+    assert layered.copies.interleaved == [[(ticket, 0), (ticket, 1)]]
+    assert layered.half.finish_step().arriving == []  # it was said
+    layered.copies.end()
+    layered.copies.end()
+    assert layered.report() == [LoadResult("r", 4, ("memory", "memory", "disk", "disk"))]
+
+
+def test_what_has_come_already_counts_as_under_way(layered: Bench) -> None:
+    ticket = layered.load()
+    layered.batch(ticket, 0, [0, 1])
+    layered.report()
+    layered.copies.end()
+    layered.report()
+    layered.batch(ticket, 1, [2, 3])
+    assert layered.half.finish_step().arriving == ["r"]
+
+
+def test_copies_that_come_whole_do_not_arrive(bench: Bench) -> None:
+    ticket = bench.load()
+    bench.batch(ticket, 0, [0, 1, 2, 3])
+    assert bench.half.finish_step().arriving == []
+    bench.half.wait_for_layer(0, 0)
+    assert bench.copies.waits == []
+
+
+@pytest.mark.parametrize("how", ["a block fails", "a copy failed", "given up", "reset", "refused"])
+def test_a_load_that_cannot_be_whole_does_not_arrive(layered: Bench, how: str) -> None:
+    ticket = layered.load()
+    layered.batch(ticket, 0, [0, 1])
+    layered.report()
+    if how == "a block fails":
+        layered.say(ticket, wire.Failed(((3, int(Miss.CORRUPT)),)))
+        layered.batch(ticket, 1, [2])
+    elif how == "a copy failed":
+        layered.copies.end(OSError("injected"))
+        layered.batch(ticket, 1, [2, 3])
+    elif how == "given up":
+        layered.half.start_step(StepMetadata(1, 0, cancelled=("r",)))
+        layered.batch(ticket, 1, [2, 3])
+    elif how == "reset":
+        layered.half.start_step(StepMetadata(1, 0, void_loads=True))
+        layered.batch(ticket, 1, [2, 3])
+    else:
+        layered.copies.refuse_from = 1
+        layered.batch(ticket, 1, [2, 3])
+    report = layered.half.finish_step()
+    while not report.loads:
+        assert report.arriving == []
+        layered.copies.end()
+        report = layered.half.finish_step()
+    assert report.arriving == []
+    assert report.loads[0].loaded_blocks < 4
+
+
+def test_half_a_batch_that_is_copied_does_not_arrive() -> None:
+    """The copies of one group have begun; those of the other could not."""
+    bench = Bench((0, 1))
+    bench.copies.by_layer = True
+    bench.copies.refuse_from = 1
+    keys = tuple(pack_key(bytes([n]) * 32, n % 2) for n in range(4))
+    ticket = bench.load(LoadJob("r", keys, (10, 11, 12, 13)))
+    bench.batch(ticket, 0, [0, 1, 2, 3])
+    assert bench.half.finish_step().arriving == []
+    bench.say(ticket, wire.Done())
+    assert bench.half.finish_step().arriving == []
+    bench.copies.end()
+    report = bench.half.finish_step()
+    assert (report.arriving, report.loads[0].loaded_blocks) == ([], 0)
+
+
+def test_a_pass_waits_for_what_arrives_and_for_nothing_else(layered: Bench) -> None:
+    ticket = layered.load()
+    layered.batch(ticket, 0, [0, 1])
+    layered.report()
+    layered.half.wait_for_layer(0, 0)
+    assert layered.copies.waits == []  # half of its blocks have no slot yet
+    layered.batch(ticket, 1, [2, 3])
+    assert layered.half.finish_step().arriving == ["r"]
+    assert layered.copies.waits == []  # it was not used in that step
+    for layer in range(2):
+        layered.half.wait_for_layer(0, layer)
+    tags = [(ticket, 0), (ticket, 1)]
+    assert layered.copies.waits == [(tag, 0, layer) for layer in range(2) for tag in tags]
+    assert layered.report() == [LoadResult("r", 4, ("memory",) * 4)]  # at once
+    assert layered.copies.waits[4:] == [(tag,) for tag in tags]
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_a_pass_that_could_not_wait_makes_the_load_a_failure(
+    fault: bool, layered: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticket = layered.load()
+    layered.batch(ticket, 0, [0, 1, 2, 3])
+    assert layered.half.finish_step().arriving == ["r"]
+    with monkeypatch.context() as patch:
+        if fault:
+            patch.setattr(layered.copies, "wait_for_layer", lambda *_: 1 / 0)
+        layered.half.wait_for_layer(0, 0)
+    layered.half.wait_for_layer(0, 1)
+    (result,) = layered.report()
+    assert result.sources == (("unknown",) if fault else ("memory",)) * 4
+    assert layered.half.faults.count == fault

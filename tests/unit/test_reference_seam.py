@@ -122,6 +122,9 @@ class DictScheduler:
         if request_id in self.loading:
             self.cancelled.append(request_id)
 
+    def arrives(self, request_id: str) -> bool:
+        return False
+
     def has_pending_work(self) -> bool:
         return bool(self.storing or self.loading or self.new_loads)
 
@@ -148,6 +151,9 @@ class DictWorker:
             junk = torch.full((self.layout.record_bytes,), GARBAGE, dtype=torch.uint8)
             scatter(self.layout, job.block_ids, [junk] * len(job.block_ids))
         self._store_due()  # before the forward pass: what is not computed yet is stored wrong
+
+    def wait_for_layer(self, group: int, layer: int) -> None:
+        raise AssertionError("nothing arrives layer by layer")
 
     def finish_step(self) -> seam.WorkerReport:
         self.tier.calls.append("finish")
