@@ -79,9 +79,9 @@ class DiskTier:
         self.lost_batches = 0
         self.write_bytes = 0
         self.read_bytes = 0
-        # Epoch and key; for whose sake (an epoch), and why.
-        self.on_evict: Callable[[int, bytes, int, Miss], None] = lambda epoch, key, sake, why: None
-        self.on_reset: Callable[[int, bytes], None] = lambda epoch, key: None
+        self.on_written: Callable[[int], None] = lambda epoch: None  # a record can be read now
+        # Present epoch and key of a record that cannot any more; why, and for which epoch's sake.
+        self.on_left: Callable[[int, bytes, Miss, int], None] = lambda epoch, key, why, sake: None
         self._leaving: dict[int, list[int]] = {}  # by epoch: those before it, not gone yet
         self.on_lost: Callable[[int, bytes], None] = lambda epoch, key: None
         self.digests: dict[int, bytes] = {}  # namespace digest by epoch
@@ -165,20 +165,25 @@ class DiskTier:
         """Whether the key's record is just leaving, after the reset that began this epoch."""
         return any(self.holds(old, key) for old in self._leaving.get(epoch, ()))
 
+    def _present_epoch(self, epoch: int) -> int:
+        """Of the namespace that has this one, or had it before a reset."""
+        if epoch in self.digests:
+            return epoch
+        return next(new for new, olds in self._leaving.items() if epoch in olds)
+
     def _leave_some(self, rows: Ints, sequences: Ints, old_epoch: int) -> None:
         """The first few of a reset, where they are still those records, and the rest soon."""
         table = self.index.table
-        epoch = next(new for new, olds in self._leaving.items() if old_epoch in olds)
         some = slice(0, RESET_PIECE)
         for row, sequence in zip(rows[some].tolist(), sequences[some].tolist(), strict=True):
             if self.index.is_whole(row) and table.sequence_of[row] == sequence:
-                key = table.key(row)
-                self.on_reset(epoch, key)
-                self._leave(row, old_epoch, key)
-        if len(rows) > RESET_PIECE and not self.down:
+                self._leave(row, Miss.RESET)
+        if len(rows) > RESET_PIECE:
             rest = partial(self._leave_some, rows[RESET_PIECE:], sequences[RESET_PIECE:], old_epoch)
-            self._runtime.call_later(0.0, rest)
+            if not self.down:  # else the next tier never hears of them
+                self._runtime.call_later(0.0, rest)
             return
+        epoch = self._present_epoch(old_epoch)
         self._leaving[epoch].remove(old_epoch)
         if not self._leaving[epoch]:
             del self._leaving[epoch]
@@ -279,11 +284,8 @@ class DiskTier:
                 self._evict(row, epoch, Miss.OVER_QUOTA)
 
     def _evict(self, row: int, sake: int, why: Miss = Miss.EVICTED) -> None:
-        self.evicted += 1
-        table = self.index.table
-        epoch, key = table.epoch_of(row), table.key(row)
-        self.on_evict(epoch, key, sake, why)
-        self._leave(row, epoch, key)
+        if self._leave(row, why, sake) is why:
+            self.evicted += 1
 
     def _write(self, placed: list[tuple[Put, int]]) -> None:
         if not placed:
@@ -321,6 +323,7 @@ class DiskTier:
                 self.index.forget(row)
             return Miss.RESET if gone and error is None else Miss.IO_ERROR
         self.index.written(row)
+        self.on_written(put.epoch)
         stride = len(put.view)
         self.write_bytes += stride
         self._committer.add(self.index.entry(row, put), stride)
@@ -367,7 +370,7 @@ class DiskTier:
         if corrupt and not self.index.is_bad(row):
             self._quarantine(row)
         elif not good and present:
-            self._discard(row)
+            self._leave(row, Miss.IO_ERROR)
         self._unpin(row)
         if good:
             self.read_bytes += self.index.stride(row)
@@ -397,26 +400,32 @@ class DiskTier:
     # -- leaving --------------------------------------------------------------------------------
 
     def discard(self, record: DiskRecord) -> None:
-        """Out of the serving index now, out of the durable one with the next commit."""
+        """No memory takes it. Out of the serving index now, out of the durable one with the next
+        commit.
+        """
         self.index.check_present(record)
-        self._discard(record.row)
+        self._leave(record.row, Miss.NOT_ADMITTED)
 
-    def _discard(self, row: int, *, bad: bool = False) -> None:
+    def _leave(self, row: int, why: Miss, sake: int = COMMON, *, bad: bool = False) -> Miss:
+        """Out of both indices. Returns why: what was reset leaves for that reason alone."""
         table = self.index.table
-        self._leave(row, table.epoch_of(row), table.key(row), bad=bad)
-
-    def _leave(self, row: int, epoch: int, key: bytes, *, bad: bool = False) -> None:
+        epoch, key = table.epoch_of(row), table.key(row)
+        present = self._present_epoch(epoch)
+        if present != epoch:
+            why = Miss.RESET
         free = self.index.leave(row, bad=bad)
         self._committer.remove(epoch, key)
         if free:
             self._free_after_commit(row)
+        self.on_left(present, key, why, sake)
+        return why
 
     def _quarantine(self, row: int) -> None:
         """Use the slot no more before the directory is opened again."""
         self.corrupt += 1
         self.quarantined_bytes += self.index.stride(row)
         if self.index.is_whole(row):
-            self._discard(row, bad=True)
+            self._leave(row, Miss.CORRUPT, bad=True)
         else:
             self.index.condemn(row)
         if self.quarantined_bytes > self.space.capacity_bytes // QUARANTINE_SHARE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.books import assert_adds_up, survey_of
 from tests.sim.model import NAMES, Model
 from tests.sim.plan import Reading, Slot
 
@@ -298,6 +299,7 @@ class World(Model):
         sim.runtime.run_until(lambda: sim.runtime.idle)  # what a slow pool owes
         sim.runtime.settle()
         store.check_integrity()
+        assert_adds_up(survey_of(store), at_rest=True)
         memory = store.memory
         assert (memory.reserved_bytes, memory.pinned_bytes) == (0, 0)
         assert store.stats()["loads"] == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.books import assert_adds_up, survey_of
 
 from ebbtide.testing import RecordingSink, SimStore
 from ebbtide.testing.conformance import key_of
@@ -13,7 +14,7 @@ from ebbtide.tiers.reasons import Miss, Place
 from ebbtide.tiers.runtime import DIGEST, VERIFY
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sized
     from pathlib import Path
 
 PAGE = 4096
@@ -102,6 +103,46 @@ def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimStore]
         assert sim.store.disk is not None
         assert sim.store.disk.records == 20
         yield sim
+
+
+def kept_by_epoch(sim: SimStore) -> list[int]:
+    """How many entries each table has that is kept by reset epoch."""
+    memory, disk = sim.store.memory, sim.store.disk
+    assert disk is not None
+    tables: list[Sized] = [
+        sim.store.tallies._by_epoch,
+        memory._index,
+        memory.reserved_of,
+        memory.payload_of,
+    ]
+    tables += [disk.digests, disk._leaving]
+    for shares in (memory.space.shares, disk.space.shares):
+        tables += [shares._quotas, shares.used_of]
+    return [len(table) for table in tables]
+
+
+def test_an_epoch_that_is_over_leaves_nothing_behind(large: SimStore) -> None:
+    """Though a record of it is evicted for another one's sake while it still waits to leave."""
+    one, two, disk = large.namespace(), large.namespace("two"), large.store.disk
+    assert disk is not None
+    kept = []
+    for life in range(1, 5):
+        large.put(two, keys_of(*range(10)), PAGE)
+        large.put(one, keys_of(*range(20)), PAGE)
+        assert large.drain()
+        old_epoch = one.epoch
+        reset(large, one)
+        disk._evict(disk.index.rows_of(old_epoch).tolist()[-1], two.epoch)
+        large.runtime.pass_time(1.0)
+        tally = large.store.tallies.of(one.epoch)
+        assert tally.left_disk == {Miss.RESET: 20 * life}
+        assert disk.evicted == 0
+        disk.on_lost(old_epoch, key_of(1))  # as a commit that fails says, however late
+        reset(large, two)
+        large.runtime.pass_time(1.0)
+        kept.append(kept_by_epoch(large))
+        assert_adds_up(survey_of(large.store), at_rest=True)
+    assert kept == kept[:1] * 4
 
 
 def test_a_reset_is_answered_at_once_and_the_slots_come_back_in_pieces(large: SimStore) -> None:
