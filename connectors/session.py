@@ -120,10 +120,10 @@ class Session:
                 target = None if every else self._namespace(message.namespace)
                 store.reset(target, lambda ok: reply(ticket, _done_or_down(ok)))
             case wire.Pin():
-                count = store.pin(self._namespace(message.namespace), message.keys)
+                count = store.pin(self.engine, self._namespace(message.namespace), message.keys)
                 reply(ticket, wire.Ok(count))
             case wire.Unpin():
-                count = store.unpin(self._namespace(message.namespace), message.keys)
+                count = store.unpin(self.engine, self._namespace(message.namespace), message.keys)
                 reply(ticket, wire.Ok(count))
             case wire.Stats():
                 reply(ticket, wire.Report(store.stats()))

@@ -237,12 +237,14 @@ class Store:
     def engine_gone(self, engine: bytes) -> None:
         """Every process of the engine that mapped the arena has exited: free what it had.
 
-        Nobody can write or read its slots any more. Its reserved slots are freed, its loads end.
+        Nobody can write or read its slots any more. Its reserved slots are freed, its loads and its
+        pins end.
         """
         self.counts["reclaimed_slots"] += self._reservations.engine_gone(engine)
         for load in list(self._loads.pop(engine, ())):
             self._load_engine.pop(load, None)
             load.abandon()
+        self.pins.engine_gone(engine)
         self.slots_freed()
 
     def reset(self, namespace: Namespace | None, reply: Callable[[bool], None]) -> None:
@@ -271,16 +273,17 @@ class Store:
             self._reset_one(target, settled)
         self.slots_freed()
 
-    def pin(self, namespace: Namespace, keys: Iterable[bytes]) -> int:
-        """Keep records in memory until `unpin`. Returns how many are pinned by this call.
+    def pin(self, engine: bytes, namespace: Namespace, keys: Iterable[bytes]) -> int:
+        """Keep records in memory until `unpin`, or until the engine is gone. Returns how many are
+        pinned by this call.
 
         Only records that memory holds whole; never more than `pinned_max_bytes` in all.
         """
-        return self.pins.pin(namespace.epoch, keys)
+        return self.pins.pin(engine, namespace.epoch, keys)
 
-    def unpin(self, namespace: Namespace, keys: Iterable[bytes]) -> int:
-        """Undo one `pin` per key. Returns how many pins were given back."""
-        given_back = self.pins.unpin(namespace.epoch, keys)
+    def unpin(self, engine: bytes, namespace: Namespace, keys: Iterable[bytes]) -> int:
+        """Undo one `pin` of the engine's own per key. Returns how many pins were given back."""
+        given_back = self.pins.unpin(engine, namespace.epoch, keys)
         self.slots_freed()
         return given_back
 

@@ -50,7 +50,7 @@ class Model:
         self.may_hold: dict[str, set[bytes]] = {name: set() for name in NAMES}
         self.unsure: dict[str, set[bytes]] = {name: set() for name in NAMES}  # reset, no answer yet
         self.damaged: set[tuple[str, bytes]] = set()  # may be wrong in the slab by our own doing
-        self.pins: list[tuple[str, bytes]] = []
+        self.pins: list[tuple[bytes, str, bytes]] = []  # engine, namespace and key
         self._contents: dict[tuple[str, bytes], bytes] = {}
         self._names: dict[int, str] = {}  # by reset epoch, old ones too
         self._reopened()

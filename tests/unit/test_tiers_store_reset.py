@@ -243,21 +243,35 @@ def test_a_reset_of_a_store_without_namespaces_is_answered(sim: SimStore) -> Non
 def test_a_pinned_record_stays_until_every_pin_is_given_back(sim: SimStore) -> None:
     space = sim.namespace()
     sim.put(space, keys_of(1, 2), PAGE)
-    assert sim.store.pin(space, keys_of(1, 99)) == 1
-    assert sim.store.pin(space, keys_of(1)) == 1
+    assert sim.store.pin(ONE, space, keys_of(1, 99)) == 1
+    assert sim.store.pin(ONE, space, keys_of(1)) == 1
     for number in range(100, 140):
         sim.put(space, keys_of(number), PAGE)
     assert sim.store.lookup(space, keys_of(1, 2)) == bytes([Place.MEMORY, Miss.EVICTED])
-    assert sim.store.unpin(space, keys_of(1, 2)) == 1
+    assert sim.store.unpin(ONE, space, keys_of(1, 2)) == 1
     assert sim.store.memory.pinned_bytes == PAGE
-    assert sim.store.unpin(space, keys_of(1, 1)) == 1
+    assert sim.store.unpin(ONE, space, keys_of(1, 1)) == 1
     assert sim.store.memory.pinned_bytes == 0
+
+
+def test_pins_are_an_engines_own_and_end_with_it(sim: SimStore) -> None:
+    space = sim.namespace()
+    sim.put(space, keys_of(1, 2), PAGE)
+    assert sim.store.pin(ONE, space, keys_of(1, 2)) == sim.store.pin(ONE, space, keys_of(1, 2)) == 2
+    assert sim.store.pin(TWO, space, keys_of(1)) == 1
+    assert sim.store.unpin(TWO, space, keys_of(1, 1, 2)) == 1
+    assert sim.store.pin(TWO, space, keys_of(1)) == 1
+    sim.store.engine_gone(ONE)
+    assert sim.store.pins.kept_bytes == sim.store.memory.pinned_bytes == PAGE
+    assert sim.store.unpin(ONE, space, keys_of(1)) == 0
+    sim.store.engine_gone(TWO)
+    assert sim.store.pins.kept_bytes == sim.store.memory.pinned_bytes == 0
 
 
 def test_pins_never_hold_more_than_their_bound(sim: SimStore) -> None:
     space = sim.namespace()
     sim.put(space, keys_of(*range(16)), PAGE)
-    assert sim.store.pin(space, keys_of(*range(16))) == 8
+    assert sim.store.pin(ONE, space, keys_of(*range(16))) == 8
     assert sim.store.memory.pinned_bytes == sim.store.bounds.pinned_max_bytes == 8 * PAGE
 
 
@@ -265,22 +279,22 @@ def test_a_reset_gives_all_pins_back(sim: SimStore) -> None:
     space = sim.namespace()
     sim.put(space, keys_of(1), PAGE)
     for _ in range(3):
-        sim.store.pin(space, keys_of(1))
+        sim.store.pin(ONE, space, keys_of(1))
     reset(sim, space)
     assert sim.store.memory.pinned_bytes == 0
     assert sim.store.memory.space.used_bytes == 0
-    assert sim.store.unpin(space, keys_of(1)) == 0
+    assert sim.store.unpin(ONE, space, keys_of(1)) == 0
 
 
 def test_a_pinned_record_that_turns_out_corrupt_does_not_keep_its_slot(sim: SimStore) -> None:
     space = sim.namespace()
     sim.put(space, keys_of(1), PAGE)
-    sim.store.pin(space, keys_of(1))
-    sim.store.pin(space, keys_of(1))
+    sim.store.pin(ONE, space, keys_of(1))
+    sim.store.pin(ONE, space, keys_of(1))
     record = sim.store.memory.find(space.epoch, key_of(1))
     assert record is not None
     sim.store.view(record, PAGE)[0] ^= 1
     assert sim.get(space, keys_of(1)) == [Miss.CORRUPT]
     assert sim.store.memory.pinned_bytes == 0
     sim.put(space, keys_of(*range(8)), PAGE)
-    assert sim.store.pin(space, keys_of(*range(8))) == 8  # none of the bound is lost
+    assert sim.store.pin(ONE, space, keys_of(*range(8))) == 8  # none of the bound is lost
