@@ -310,6 +310,7 @@ class Store:
             "loads": self.loads,
             "reservations": self.reservations,
             "ghosts": len(self.ghosts),
+            "events": self.event_sequence,
             "namespaces": {
                 namespace.digest.hex(): self.shares(namespace) for namespace in self.namespaces
             },
