@@ -10,7 +10,7 @@ VLLM_PIP := $(VLLM_BIN)/python -m pip install --quiet --quiet --disable-pip-vers
 # Never put the working directory on sys.path: ./kernels would shadow another project's package.
 export PYTHONSAFEPATH = 1
 
-.PHONY: help dev demo test test-alone test-live test-engine test-engine-inside test-engine-servers check bench fuzz torture
+.PHONY: help dev demo test test-alone test-live test-engine test-engine-inside test-engine-servers check bench fuzz chaos soak torture
 
 help:
 	@echo 'make dev    make .venv with the tested versions of everything'
@@ -20,6 +20,8 @@ help:
 	@echo 'make check  lint, format, types, import rules'
 	@echo 'make bench  measure offloading'
 	@echo 'make fuzz   send 1,000,000 mutated frames to a store'
+	@echo 'make chaos  kill and stop stores and engines while three engines serve: 50 of each'
+	@echo 'make soak   run a store for ten minutes among clients that come, vanish and are killed'
 	@echo 'make torture  the long forms: hundreds of kills, power cuts and simulated worlds, 10 killed vLLMs'
 
 dev: $(STAMP)
@@ -79,6 +81,12 @@ bench: $(STAMP)
 
 fuzz: $(STAMP)
 	EBBTIDE_TEST_FUZZ_FRAMES=1000000 $(BIN)/pytest -s tests/live/test_protocol_fuzz.py
+
+chaos: $(STAMP)
+	EBBTIDE_TEST_CHAOS_KILLS=50 EBBTIDE_TEST_CHAOS_STOPPED_S=10 $(BIN)/pytest -s tests/live/test_chaos.py
+
+soak: $(STAMP)
+	EBBTIDE_TEST_SOAK_S=600 $(BIN)/pytest -s tests/live/test_soak.py
 
 torture: $(STAMP) $(VLLM_STAMP)
 	EBBTIDE_TEST_KILLS=50 $(BIN)/pytest -s tests/live/test_engine_store_lost.py

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import cache
 from typing import TYPE_CHECKING
 
 from ebbtide.connectors import protocol as wire
@@ -31,9 +32,18 @@ def socket_path(named: str | None) -> str:
     return named or os.environ.get("EBBTIDE_SOCKET") or "/run/ebbtide/store.sock"
 
 
+@cache
+def _engine_of(process: int) -> bytes:
+    """All clients of a process are one engine: the store watches a process once, until it ends,
+    and keeps nothing more of each client that came and went meanwhile.
+    """
+    return os.urandom(16)
+
+
 def connect(path: str, allow_uids: Collection[int]) -> SocketClient:
     """A connection that maps the arena. Raises TierUnavailableError when no store answers."""
-    return SocketClient(path, os.urandom(16), ROLE, arena=True, allow_uids=allow_uids)
+    engine = _engine_of(os.getpid())  # a forked child is another one
+    return SocketClient(path, engine, ROLE, arena=True, allow_uids=allow_uids)
 
 
 def descriptor_of(fields: Mapping[str, str | int | bytes]) -> list[list[object]]:

@@ -120,10 +120,10 @@ class Session:
                 target = None if every else self._namespace(message.namespace)
                 store.reset(target, lambda ok: reply(ticket, _done_or_down(ok)))
             case wire.Pin():
-                count = store.pin(self._namespace(message.namespace), message.keys)
+                count = store.pin(self.engine, self._namespace(message.namespace), message.keys)
                 reply(ticket, wire.Ok(count))
             case wire.Unpin():
-                count = store.unpin(self._namespace(message.namespace), message.keys)
+                count = store.unpin(self.engine, self._namespace(message.namespace), message.keys)
                 reply(ticket, wire.Ok(count))
             case wire.Stats():
                 reply(ticket, wire.Report(store.stats()))
@@ -212,6 +212,7 @@ class Session:
         if ticket in self._loads:
             raise MisuseError("A load with this ticket is still open", ticket=ticket)
         if len(self._loads) >= LOADS_MAX:
+            self.store.load_refused(namespace, message.keys)
             replies.failed([(position, Miss.BUSY) for position in range(len(message.keys))])
             replies.done()
             return

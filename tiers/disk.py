@@ -28,6 +28,7 @@ from ebbtide.tiers.reads_first import ReadsFirst
 from ebbtide.tiers.reasons import Miss
 from ebbtide.tiers.runs import Run, merge
 from ebbtide.tiers.runtime import READ
+from ebbtide.tiers.shares import COMMON
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -75,9 +76,9 @@ class DiskTier:
         self.lost_batches = 0
         self.write_bytes = 0
         self.read_bytes = 0
-        # Epoch and key; for whose sake (an epoch), and why.
-        self.on_evict: Callable[[int, bytes, int, Miss], None] = lambda epoch, key, sake, why: None
-        self.on_reset: Callable[[int, bytes], None] = lambda epoch, key: None
+        self.on_written: Callable[[int], None] = lambda epoch: None  # a record can be read now
+        # Present epoch and key of a record that cannot any more; why, and for which epoch's sake.
+        self.on_left: Callable[[int, bytes, Miss, int], None] = lambda epoch, key, why, sake: None
         self._leaving: dict[int, list[int]] = {}  # by epoch: those before it, not gone yet
         self.on_lost: Callable[[int, bytes], None] = lambda epoch, key: None
         self.digests: dict[int, bytes] = {}  # namespace digest by epoch
@@ -161,20 +162,25 @@ class DiskTier:
         """Whether the key's record is just leaving, after the reset that began this epoch."""
         return any(self.holds(old, key) for old in self._leaving.get(epoch, ()))
 
+    def _present_epoch(self, epoch: int) -> int:
+        """Of the namespace that has this one, or had it before a reset."""
+        if epoch in self.digests:
+            return epoch
+        return next(new for new, olds in self._leaving.items() if epoch in olds)
+
     def _leave_some(self, rows: Ints, sequences: Ints, old_epoch: int) -> None:
         """The first few of a reset, where they are still those records, and the rest soon."""
         table = self.index.table
-        epoch = next(new for new, olds in self._leaving.items() if old_epoch in olds)
         some = slice(0, RESET_PIECE)
-        for row, sequence in zip(rows[some].tolist(), sequences[some].tolist(), strict=True):
-            if self.index.is_whole(row) and table.sequence_of[row] == sequence:
-                key = table.key(row)
-                self.on_reset(epoch, key)
-                self._leave([row], [(old_epoch, key)])
-        if len(rows) > RESET_PIECE and not self.down:
+        those = zip(rows[some].tolist(), sequences[some].tolist(), strict=True)
+        still = (row for row, sequence in those if table.sequence_of[row] == sequence)
+        self._leave(list(filter(self.index.is_whole, still)), Miss.RESET)
+        if len(rows) > RESET_PIECE:
             rest = partial(self._leave_some, rows[RESET_PIECE:], sequences[RESET_PIECE:], old_epoch)
-            self._runtime.call_later(0.0, rest)
+            if not self.down:  # else the next tier never hears of them
+                self._runtime.call_later(0.0, rest)
             return
+        epoch = self._present_epoch(old_epoch)
         self._leaving[epoch].remove(old_epoch)
         if not self._leaving[epoch]:
             del self._leaving[epoch]
@@ -237,7 +243,7 @@ class DiskTier:
         if corrupt and not self.index.is_bad(row):
             self._quarantine(row)
         elif not good and present:
-            self._discard(row)
+            self._leave([row], Miss.IO_ERROR)
         self._unpin(row)
         if good:
             self.read_bytes += self.index.stride(row)
@@ -267,35 +273,40 @@ class DiskTier:
     # -- leaving --------------------------------------------------------------------------------
 
     def discard(self, record: DiskRecord) -> None:
-        """Out of the serving index now, out of the durable one with the next commit."""
+        """No memory takes it. Out of the serving index now, out of the durable one with the next
+        commit.
+        """
         self.index.check_present(record)
-        self._discard(record.row)
-
-    def _discard(self, row: int, *, bad: bool = False) -> None:
-        self._leave([row], [self.index.name(row)], bad=bad)
+        self._leave([record.row], Miss.NOT_ADMITTED)
 
     def evict(self, rows: Sequence[int], sake: int, why: Miss = Miss.EVICTED) -> None:
         """Their slots are for others: for the sake of an epoch, and why."""
-        self.evicted += len(rows)
-        names = [self.index.name(row) for row in rows]
-        for epoch, key in names:
-            self.on_evict(epoch, key, sake, why)
-        self._leave(rows, names)
+        self.evicted += self._leave(rows, why, sake)
 
     def _leave(
-        self, rows: Sequence[int], names: Sequence[tuple[int, bytes]], *, bad: bool = False
-    ) -> None:
+        self, rows: Sequence[int], why: Miss, sake: int = COMMON, *, bad: bool = False
+    ) -> int:
+        """Out of both indices. Returns how many leave for that reason: what was reset leaves for
+        that alone.
+        """
+        names = [self.index.name(row) for row in rows]
         free = self.index.leave(rows, bad=bad)
         self._committer.remove(names)
         if free:
             self._free_after_commit(free)
+        count = 0
+        for epoch, key in names:
+            present = self._present_epoch(epoch)
+            count += present == epoch
+            self.on_left(present, key, why if present == epoch else Miss.RESET, sake)
+        return count
 
     def _quarantine(self, row: int) -> None:
         """Use the slot no more before the directory is opened again."""
         self.corrupt += 1
         self.quarantined_bytes += self.index.stride(row)
         if self.index.is_whole(row):
-            self._discard(row, bad=True)
+            self._leave([row], Miss.CORRUPT, bad=True)
         else:
             self.index.condemn(row)
         if self.quarantined_bytes > self.space.capacity_bytes // QUARANTINE_SHARE:

@@ -259,4 +259,5 @@ class DiskWriter:
         self._tier.write_bytes += written_bytes
         self._committer.add((self._index.entry(row, put) for put, row in whole), written_bytes)
         for put, _ in whole:
+            self._tier.on_written(put.epoch)
             put.done(None)

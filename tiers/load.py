@@ -85,6 +85,7 @@ class Load:
         self.queued = False  # in the store's queue for slots; kept by the store
         self.released = False
         self.done = False
+        self._tally.asked += len(keys)
 
     @property
     def over(self) -> bool:

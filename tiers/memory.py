@@ -16,9 +16,12 @@ from ebbtide.tiers.digest import record_seed
 from ebbtide.tiers.segments import SegmentSpace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from ebbtide.tiers.namespace import Namespace
+
+
+_NOTHING: Mapping[bytes, MemoryRecord] = {}  # what an epoch has that nobody stores to
 
 
 class State(IntEnum):
@@ -76,12 +79,17 @@ class MemoryTier:
         self.reserved_bytes = 0  # strides of RESERVED slots, also discarded ones still written
         self.reserved_of: dict[int, int] = defaultdict(int)  # the same by epoch
         self.pinned_bytes = 0  # strides of pinned slots
-        self.records = 0
+        self.in_state: Counter[State] = Counter()  # records that can be found, by their state
         self.payload_of: Counter[int] = Counter()  # bytes of the records by epoch
 
-    def index(self, epoch: int) -> dict[bytes, MemoryRecord]:
-        """The epoch's records by key. Read only."""
-        return self._index.setdefault(epoch, {})
+    @property
+    def records(self) -> int:
+        """Records that can be found, whole ones and others."""
+        return self.in_state.total()
+
+    def index(self, epoch: int) -> Mapping[bytes, MemoryRecord]:
+        """The epoch's records by key."""
+        return self._index.get(epoch, _NOTHING)
 
     def find(self, epoch: int, key: bytes) -> MemoryRecord | None:
         """The record of that key in whatever state, or None."""
@@ -91,7 +99,10 @@ class MemoryTier:
         """Discard every record of an epoch. Slots that are pinned go with their last pin."""
         for record in list(self.index(epoch).values()):
             self.discard(record)
-        del self._index[epoch], self.payload_of[epoch]
+        self._index.pop(epoch, None)
+        del self.payload_of[epoch]
+        if not self.reserved_of[epoch]:
+            del self.reserved_of[epoch]
 
     def place(self, record: MemoryRecord, length: int) -> bool:
         """Take a free slot for a new record, pinned by whoever fills it. False: evict first."""
@@ -100,8 +111,8 @@ class MemoryTier:
         if offset is None:
             return False
         record.offset, record.length, record.stride = offset, length, self.space.stride(length)
-        self.index(record.epoch)[record.key] = record
-        self.records += 1
+        self._index.setdefault(record.epoch, {})[record.key] = record
+        self.in_state[record.state] += 1
         self.payload_of[record.epoch] += length
         shares.take(record.epoch, record.stride)
         if record.state is State.RESERVED:
@@ -116,6 +127,8 @@ class MemoryTier:
         """
         if record.state is State.RESERVED:
             self._reserved(record, -record.stride)
+        self.in_state[record.state] -= 1
+        self.in_state[State.WHOLE] += 1
         record.state = State.WHOLE
         record.digest = digest
         if dirty_since is not None:
@@ -174,10 +187,10 @@ class MemoryTier:
 
     def discard(self, record: MemoryRecord) -> None:
         """Out of the index at once; the slot is free now, or with its last pin."""
-        index = self.index(record.epoch)
+        index = self._index[record.epoch]
         if index.get(record.key) is record:
             del index[record.key]
-        self.records -= 1
+        self.in_state[record.state] -= 1
         self.payload_of[record.epoch] -= record.length
         self.space.shares.give(record.epoch, record.stride)
         self.clean(record)
@@ -217,6 +230,10 @@ class MemoryTier:
 
         def strides(of: Callable[[MemoryRecord], bool]) -> int:
             return sum(record.stride for record in records if of(record))
+
+        states = Counter(record.state for record in live.values())
+        if states != +self.in_state:
+            raise MisuseError("The states of records are miscounted", counted=states)
 
         counted = (
             len(live),

@@ -21,6 +21,7 @@ class Pins:
         self._bytes_max = bytes_max
         self._counts: dict[MemoryRecord, int] = {}
         self._kept: set[MemoryRecord] = set()  # by a command: one of the record's pins
+        self._of: dict[bytes, Counter[MemoryRecord]] = {}  # an engine's own ones of these
         self.kept_bytes = 0  # strides of all pinned records
         self._bytes_of: Counter[int] = Counter()  # the same, by epoch
 
@@ -52,7 +53,7 @@ class Pins:
         """What is kept of a namespace. O(kept records)."""
         return [record for record in self._kept if record.epoch == epoch]
 
-    def pin(self, epoch: int, keys: Iterable[bytes]) -> int:
+    def pin(self, engine: bytes, epoch: int, keys: Iterable[bytes]) -> int:
         """Pin what memory holds whole; stops at the bound. Returns how many were pinned."""
         pinned = 0
         for key in keys:
@@ -61,23 +62,38 @@ class Pins:
                 continue
             if not self._add(record):
                 break
+            self._of.setdefault(engine, Counter())[record] += 1
             pinned += 1
         return pinned
 
-    def unpin(self, epoch: int, keys: Iterable[bytes]) -> int:
-        """Undo one pin per key. Returns how many were given back."""
+    def unpin(self, engine: bytes, epoch: int, keys: Iterable[bytes]) -> int:
+        """Undo one pin of the engine's own per key. Returns how many were given back."""
+        mine = self._of.get(engine, Counter())
         given_back = 0
         for key in keys:
             record = self._memory.find(epoch, key)
-            kept = record in self._kept
-            if record is not None and self._counts.get(record, 0) > kept:
+            if record is not None and record in mine:
+                mine[record] -= 1
+                if not mine[record]:
+                    del mine[record]
                 self._take_back(record)
                 given_back += 1
+        if not mine:
+            self._of.pop(engine, None)
         return given_back
 
+    def engine_gone(self, engine: bytes) -> None:
+        """All its pins end. O(its pins)."""
+        for record in self._of.pop(engine, Counter()).elements():
+            self._take_back(record)
+
     def drop(self, record: MemoryRecord) -> None:
-        """The record is lost: all its pins end."""
+        """The record is lost: all its pins end. O(engines that pin)."""
         self._kept.discard(record)
+        for engine in [engine for engine, mine in self._of.items() if record in mine]:
+            del self._of[engine][record]
+            if not self._of[engine]:
+                del self._of[engine]
         for _ in range(self._counts.get(record, 0)):
             self._take_back(record)
 

@@ -40,7 +40,7 @@ class Miss(IntEnum):
     BEHIND_MISS = 32
     UNKNOWN = 33
     BUSY = 34  # only as the reason why a reserve or a load got less than it asked for
-    CANCELLED = 35  # only as the end of a load that its own engine released
+    CANCELLED = 35  # only as the end of what its own engine gave up, or left behind
 
 
 def label(code: int) -> str:

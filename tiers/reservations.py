@@ -134,7 +134,7 @@ class Reservations:
             record = self._take_back(engine, sequence)
             codes.append(Miss.UNKNOWN if record is None else 0)
             if record is not None:
-                self._drop(record)
+                self._drop(record, Miss.CANCELLED)
         return bytes(codes)
 
     def engine_gone(self, engine: bytes) -> int:
@@ -142,7 +142,7 @@ class Reservations:
         sequences = self._holdings.pop(engine, set())
         del self._held_bytes[engine]
         for sequence in sequences:
-            self._drop(self._records.pop(sequence))
+            self._drop(self._records.pop(sequence), Miss.CANCELLED)
         return len(sequences)
 
     def _reserved_bytes_max(self, stride: int) -> int:
@@ -159,8 +159,9 @@ class Reservations:
         self._held_bytes[engine] -= record.stride
         return record
 
-    def _drop(self, record: MemoryRecord) -> None:
-        if not record.doomed:
+    def _drop(self, record: MemoryRecord, why: Miss) -> None:
+        if not record.doomed:  # else it was counted when it was reset
+            self._store.tallies.of(record.epoch).abandoned[why] += 1
             self._store.memory.discard(record)
         self._store.memory.unpin(record)
 
@@ -169,7 +170,7 @@ class Reservations:
             return Miss.UNKNOWN
         if record.doomed or record.sequence not in digests:
             reason = Miss.RESET if record.doomed else Miss.IO_ERROR
-            self._drop(record)
+            self._drop(record, reason)
             return reason
         self._store.published(record, digests[record.sequence])
         return 0

@@ -188,6 +188,7 @@ class Store:
         tier can hold.
         """
         if namespace.pending:
+            self.tallies.of(namespace.epoch).refused[Miss.NAMESPACE_PENDING] += 1
             return [], Miss.NAMESPACE_PENDING
         return self._reservations.reserve(engine, namespace, keys, length)
 
@@ -220,6 +221,12 @@ class Store:
         load.advance()
         return load
 
+    def load_refused(self, namespace: Namespace, keys: Sequence[bytes]) -> None:
+        """Nothing of it was begun: its client has too many loads open."""
+        tally = self.tallies.of(namespace.epoch)
+        tally.asked += len(keys)
+        tally.failed_loads[Miss.BUSY] += len(keys)
+
     def load_ended(self, load: Load) -> None:
         """Called by the load itself when it is `done`, perhaps also `over`."""
         if load.over:
@@ -231,12 +238,14 @@ class Store:
     def engine_gone(self, engine: bytes) -> None:
         """Every process of the engine that mapped the arena has exited: free what it had.
 
-        Nobody can write or read its slots any more. Its reserved slots are freed, its loads end.
+        Nobody can write or read its slots any more. Its reserved slots are freed, its loads and its
+        pins end.
         """
         self.counts["reclaimed_slots"] += self._reservations.engine_gone(engine)
         for load in list(self._loads.pop(engine, ())):
             self._load_engine.pop(load, None)
             load.abandon()
+        self.pins.engine_gone(engine)
         self.slots_freed()
 
     def reset(self, namespace: Namespace | None, reply: Callable[[bool], None]) -> None:
@@ -265,16 +274,17 @@ class Store:
             self._reset_one(target, settled)
         self.slots_freed()
 
-    def pin(self, namespace: Namespace, keys: Iterable[bytes]) -> int:
-        """Keep records in memory until `unpin`. Returns how many are pinned by this call.
+    def pin(self, engine: bytes, namespace: Namespace, keys: Iterable[bytes]) -> int:
+        """Keep records in memory until `unpin`, or until the engine is gone. Returns how many are
+        pinned by this call.
 
         Only records that memory holds whole; never more than `pinned_max_bytes` in all.
         """
-        return self.pins.pin(namespace.epoch, keys)
+        return self.pins.pin(engine, namespace.epoch, keys)
 
-    def unpin(self, namespace: Namespace, keys: Iterable[bytes]) -> int:
-        """Undo one `pin` per key. Returns how many pins were given back."""
-        given_back = self.pins.unpin(namespace.epoch, keys)
+    def unpin(self, engine: bytes, namespace: Namespace, keys: Iterable[bytes]) -> int:
+        """Undo one `pin` of the engine's own per key. Returns how many pins were given back."""
+        given_back = self.pins.unpin(engine, namespace.epoch, keys)
         self.slots_freed()
         return given_back
 
@@ -289,7 +299,7 @@ class Store:
                 "used_bytes": memory.space.used_bytes,
                 "payload_bytes": memory.space.payload_bytes,
                 "padding_bytes": memory.space.used_bytes - memory.space.payload_bytes,
-                "records": memory.records,
+                "records": memory.in_state[State.WHOLE],
                 "dirty_bytes": memory.dirty_bytes,
                 "reserved_bytes": memory.reserved_bytes,
                 "pinned_bytes": memory.pinned_bytes,
@@ -299,7 +309,9 @@ class Store:
             },
             "counts": dict(self.counts),
             "loads": self.loads,
+            "reservations": self.reservations,
             "ghosts": len(self.ghosts),
+            "events": self.event_sequence,
             "namespaces": {
                 namespace.digest.hex(): self.shares(namespace) for namespace in self.namespaces
             },
@@ -309,7 +321,7 @@ class Store:
                 "capacity_bytes": disk.space.capacity_bytes,
                 "used_bytes": disk.space.used_bytes,
                 "payload_bytes": disk.space.payload_bytes,
-                "records": disk.records,
+                "records": disk.index.whole,
                 **{name: self.disk_count(name) for name in DISK_COUNTS},
                 "quarantined_bytes": disk.quarantined_bytes,
                 "down": disk.down or "",
@@ -326,6 +338,11 @@ class Store:
     def loads(self) -> int:
         """Loads that have not ended."""
         return len(self._load_engine)
+
+    @property
+    def reservations(self) -> int:
+        """Records that engines are writing, and those whose digest is being taken."""
+        return self.memory.in_state[State.RESERVED]
 
     def shares(self, namespace: Namespace | StoredNamespace) -> dict[str, Any]:
         """What a namespace holds of the tiers and may hold, for humans and metrics. O(1)."""
@@ -414,6 +431,8 @@ class Store:
         assert self.disk is not None
         for name in DISK_COUNTS:
             self._disk_before[name] += getattr(self.disk, name)
+        for tally in self.tallies.all():
+            tally.lose_disk()
         self.counts["disk_reopened"] += 1
         self.disk = disk
         self._listen(disk)
@@ -475,6 +494,7 @@ class Store:
         """A verified record arrived from disk; the disk copy stays."""
         self.memory.publish(record, on_disk.digest, None)
         self.counts["promoted"] += 1
+        self.tallies.of(record.epoch).promoted += 1
         self.counts["promoted_bytes"] += record.stride
         self._event("stored", record.epoch, record.key, Place.MEMORY)
 
@@ -489,6 +509,7 @@ class Store:
         """The record's bytes in the arena no longer verify: a miss from now on."""
         if not record.doomed:
             self.counts["memory_corrupt"] += 1
+            self.tallies.of(record.epoch).left_memory[Miss.CORRUPT] += 1
             self.memory.discard(record)
             self.pins.drop(record)
             self.ghosts.remember(record.epoch, record.key, Miss.CORRUPT)
@@ -557,6 +578,7 @@ class Store:
         self.memory.unpin(record)
         self.ghosts.forget(record.epoch, record.key)
         self.counts["stored"] += 1
+        self.tallies.of(record.epoch).stored += 1
         self.counts["stored_bytes"] += record.length
         self._event("stored", record.epoch, record.key, Place.MEMORY)
 
@@ -569,8 +591,10 @@ class Store:
 
     def _evict(self, record: MemoryRecord, sake: int, why: Miss = Miss.EVICTED) -> None:
         self.counts["memory_evicted"] += 1
+        tally = self.tallies.of(record.epoch)
+        tally.left_memory[why] += 1
         if record.epoch != sake:
-            self.tallies.of(record.epoch).evicted_for_others[Place.MEMORY] += 1
+            tally.evicted_for_others[Place.MEMORY] += 1
         namespace = self.namespaces.by_epoch(record.epoch)
         refused = self.ghosts.reason(record.epoch, record.key) in NOT_WRITTEN
         if not refused and (namespace is None or not self._lookups.on_disk(namespace, record.key)):
@@ -587,12 +611,17 @@ class Store:
     def _reset_one(self, namespace: Namespace, settled: Callable[[bool], None]) -> None:
         old_epoch = namespace.epoch
         self.pins.drop_epoch(old_epoch)
-        gone = [*self.memory.index(old_epoch)]
+        gone = dict(self.memory.index(old_epoch))
+        states = Counter(record.state for record in gone.values())
         self.memory.forget(old_epoch)
         self.memory.space.shares.retire(old_epoch)
         stored = self.namespaces.renew(namespace)
         self._assign_quota(namespace)
         self.tallies.renew(old_epoch, namespace.epoch)
+        tally = self.tallies.of(namespace.epoch)
+        for counts, state in ((tally.left_memory, State.WHOLE), (tally.abandoned, State.RESERVED)):
+            if states[state]:
+                counts[Miss.RESET] += states[state]
         for key in gone:
             self.ghosts.remember(namespace.epoch, key, Miss.RESET)
         self.counts["resets"] += 1
@@ -603,21 +632,29 @@ class Store:
             self.disk.reset(old_epoch, stored, settled)
 
     def _listen(self, disk: DiskTier) -> None:
-        disk.on_evict = self._disk_evicted
+        disk.on_written = self._disk_written
+        disk.on_left = self._disk_left
         disk.on_lost = self._disk_lost
-        disk.on_reset = self._disk_reset
+        for epoch, records in disk.index.whole_of().items():
+            known = self.namespaces.by_digest(disk.digests[epoch])
+            assert known is not None  # its epoch may be another one: reset while the disk was down
+            self.tallies.of(known.epoch).found += records
 
-    def _disk_evicted(self, epoch: int, key: bytes, sake: int, why: Miss) -> None:
-        if epoch != sake:
-            self.tallies.of(epoch).evicted_for_others[Place.DISK] += 1
-        if self.memory.find(epoch, key) is None:
+    def _disk_written(self, epoch: int) -> None:
+        self.tallies.of(epoch).written += 1
+
+    def _disk_left(self, epoch: int, key: bytes, why: Miss, sake: int) -> None:
+        tally = self.tallies.of(epoch)
+        tally.left_disk[why] += 1
+        if why in (Miss.EVICTED, Miss.OVER_QUOTA):
+            if epoch != sake:
+                tally.evicted_for_others[Place.DISK] += 1
+            if self.memory.find(epoch, key) is None:
+                self.ghosts.remember(epoch, key, why)
+            self._event("evicted", epoch, key, Place.DISK)
+        elif why is Miss.RESET and self.ghosts.reason(epoch, key) is Miss.NEVER_SEEN:
+            # Of a life before this one. Since then its key may have been stored.
             self.ghosts.remember(epoch, key, why)
-        self._event("evicted", epoch, key, Place.DISK)
-
-    def _disk_reset(self, epoch: int, key: bytes) -> None:
-        """A record of a life before this one has left. Since then its key may have been stored."""
-        if self.ghosts.reason(epoch, key) is Miss.NEVER_SEEN:
-            self.ghosts.remember(epoch, key, Miss.RESET)
 
     def _disk_lost(self, epoch: int, key: bytes) -> None:
         record = self.memory.find(epoch, key)

@@ -13,7 +13,7 @@ from ebbtide.tiers.index import CLOCK_START_S
 from ebbtide.tiers.record_table import epochs_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from ebbtide.tiers.record_table import RecordTable
     from ebbtide.tiers.store import Store
@@ -83,7 +83,7 @@ class Surveys:
 
         def counted() -> None:
             self._running -= 1
-            namespaces = [self._one(digest, held) for digest in mine]
+            namespaces = [self.report(digest, held) for digest in mine]
             reply(
                 {
                     "namespaces": namespaces,
@@ -110,7 +110,8 @@ class Surveys:
         else:
             later(0.0, done)
 
-    def _one(self, digest: bytes, held: dict[int, Held]) -> dict[str, Any]:
+    def report(self, digest: bytes, held: Mapping[int, Held]) -> dict[str, Any]:
+        """What a namespace holds, of the disk as counted in `held`, and what became of the rest."""
         store = self._store
         known = store.namespaces.by_digest(digest)
         assert known is not None  # namespaces are renewed and never forgotten

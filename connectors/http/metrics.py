@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from ebbtide import __version__
+from ebbtide.tiers.memory import State
 from ebbtide.tiers.reasons import label
 
 if TYPE_CHECKING:
@@ -54,6 +55,17 @@ def _tally(name: str) -> Callable[[StoreServer], Any]:
         return [((label(code),), value) for code, value in sorted(sums.items())]
 
     return read
+
+
+def _total(name: str) -> Callable[[StoreServer], Any]:
+    return _one(lambda server: server.store.tallies.total(name))
+
+
+def _left(server: StoreServer) -> Iterator[tuple[tuple[str, ...], float]]:
+    tallies = server.store.tallies
+    for tier in ("memory", "disk"):
+        for code, value in sorted(tallies.sums(f"left_{tier}").items()):
+            yield (tier, label(code)), value
 
 
 def _tiers(
@@ -101,15 +113,24 @@ C, G = CounterMetricFamily, GaugeMetricFamily
 METRICS = (
     Metric("records_stored", C, (), "Records that became readable in memory: put by an engine.",
            _count("stored")),
+    Metric("records_asked", C, (), "Records that loads asked for.", _total("asked")),
     Metric("records_restored", C, ("tier",), "Records granted to loads, by the tier that had them.",
            _tally("hits")),
     Metric("records_promoted", C, (), "Records that were read from disk into memory.",
            _count("promoted")),
+    Metric("records_written", C, (), "Records that became readable on disk.", _total("written")),
+    Metric("records_found", C, (), "Records that were on disk when it was opened.",
+           _total("found")),
+    Metric("records_left", C, ("tier", "reason"), "Records that are in a tier no more, by why.",
+           _left),
     Metric("records_evicted", C, ("tier",), "Records that made room for others.",
            _counted("memory_evicted", "evicted")),
     Metric("records_missed", C, ("reason",),
            "Records that were computed and came to be stored, by why they were not held.",
            _tally("misses")),
+    Metric("records_abandoned", C, ("reason",),
+           "Records that missed and got a slot, but were never stored, by why.",
+           _tally("abandoned")),
     Metric("records_dropped", C, ("reason",),
            "Records that left the store or were not let in, by why.", _tally("drops")),
     Metric("records_corrupt", C, ("tier",), "Records whose bytes did not match their digest.",
@@ -119,8 +140,8 @@ METRICS = (
     Metric("moved_bytes", C, ("edge",),
            "Bytes moved down and up: payload from and to the device, whole slots from and to disk.",
            _edges),
-    Metric("reserves_refused", C, (), "Reservations that got fewer slots than they asked for.",
-           _count("reserve_busy")),
+    Metric("reserves_refused", C, ("reason",),
+           "Reservations that got fewer slots than they asked for, by why.", _tally("refused")),
     Metric("slots_reclaimed", C, (), "Slots that engines held when their last process ended.",
            _count("reclaimed_slots")),
     Metric("resets", C, (), "Namespaces that were reset.", _count("resets")),
@@ -144,8 +165,8 @@ METRICS = (
            _spaces(lambda space: space.used_bytes)),
     Metric("tier_payload_bytes", G, ("tier",), "Bytes of records in those slots.",
            _spaces(lambda space: space.payload_bytes)),
-    Metric("tier_records", G, ("tier",), "Records held.",
-           _tiers(lambda s: s.store.memory.records, lambda disk: disk.records)),
+    Metric("tier_records", G, ("tier",), "Records that can be read.",
+           _tiers(lambda s: s.store.memory.in_state[State.WHOLE], lambda disk: disk.index.whole)),
     Metric("memory_dirty_bytes", G, (), "Slots in memory that no disk tier holds yet.",
            _one(lambda s: s.store.memory.dirty_bytes)),
     Metric("memory_reserved_bytes", G, (), "Slots that engines are writing.",
@@ -162,6 +183,8 @@ METRICS = (
     Metric("namespaces", G, (), "Namespaces that engines have opened.",
            _one(lambda s: len(list(s.store.namespaces)))),
     Metric("loads", G, (), "Loads that have not ended.", _one(lambda s: s.store.loads)),
+    Metric("reservations", G, (), "Records that engines are writing.",
+           _one(lambda s: s.store.reservations)),
     Metric("build_info", G, ("version",), "Always 1.", lambda s: [((__version__,), 1)]),
 )  # fmt: skip
 LOOKUP = "lookup_latency_seconds"

@@ -19,6 +19,7 @@ TIERS = ("memory", "disk")
 COUNTS = {
     "hits": "hits",
     "misses": "computed and stored, because",
+    "abandoned": "given up before they were stored, because",
     "failed_loads": "loads that failed",
     "drops": "dropped",
     "evicted_for_others": "evicted for another namespace's sake, from",

@@ -96,15 +96,24 @@ class EngineProcess:
         self.process.stdin.write(json.dumps(prompts) + "\n")
         self.process.stdin.flush()
 
+    def has_spoken(self) -> bool:
+        """It is ready, or has answered, and nobody has looked yet. Never waits."""
+        assert self.process.stdout is not None
+        return bool(select.select([self.process.stdout], [], [], 0)[0])
+
     def ask(self, *prompts: Sequence[int]) -> list[Answer]:
         """The answers to prompts that are asked together. Raises EOFError when it is killed."""
         try:
             self.send(*prompts)
         except BrokenPipeError as error:
             raise EOFError from error
+        return self.receive()
+
+    def receive(self) -> list[Answer]:
+        """The answers to what was sent. Raises EOFError when it is killed."""
         found = json.loads(self._line())
         self.faults = found["faults"]
-        assert prompts or found["drained"]
+        assert found["outputs"] or found["drained"]
         return [
             Answer(tuple(one["token_ids"]), one["sources"], one["misses"])
             for one in found["outputs"]

@@ -216,13 +216,19 @@ RECORD = RECORD_BYTES
 # (series without prefix, chapter before, chapter after, a change or its direction)
 MOVES: list[tuple[str, str, str, float | str]] = [
     ("records_stored_total", "empty", "put", MANY),
+    ("records_asked_total", "put", "load from memory", 10),
     ('records_restored_total{tier="memory"}', "put", "load from memory", 10),
     ('records_restored_total{tier="disk"}', "load from memory", "load from disk", 20),
     ("records_promoted_total", "load from memory", "load from disk", 20),
+    ("records_written_total", "empty", "put", MANY),
+    ("records_found_total", "disk down", "disk back", UP),
+    ('records_left_total{reason="evicted",tier="memory"}', "empty", "put", UP),
+    ('records_left_total{reason="corrupt",tier="disk"}', "corrupt memory", "corrupt disk", 1),
     ('records_evicted_total{tier="memory"}', "empty", "put", UP),
     ('records_evicted_total{tier="disk"}', "empty", "put", UP),
     ('records_missed_total{reason="never_seen"}', "empty", "put", MANY),
     ('records_missed_total{reason="evicted"}', "load of nothing", "put again", 20),
+    ('records_abandoned_total{reason="cancelled"}', "reserve", "killed engine", UP),
     ('records_dropped_total{reason="evicted"}', "empty", "put", UP),
     # Or two: its copy on disk is as the bytes were when it was written.
     ('records_dropped_total{reason="corrupt"}', "hold", "corrupt memory", UP),
@@ -234,7 +240,7 @@ MOVES: list[tuple[str, str, str, float | str]] = [
     ('moved_bytes_total{edge="memory_to_disk"}', "empty", "put", MANY * RECORD),
     ('moved_bytes_total{edge="disk_to_memory"}', "load from memory", "load from disk", 20 * RECORD),
     ('moved_bytes_total{edge="memory_to_device"}', "put", "load from memory", 10 * RECORD),
-    ("reserves_refused_total", "corrupt disk", "reserve", UP),
+    ('reserves_refused_total{reason="busy"}', "corrupt disk", "reserve", UP),
     ("slots_reclaimed_total", "reserve", "killed engine", UP),
     ("resets_total", "killed engine", "reset", 1),
     ("disk_reopened_total", "disk down", "disk back", 1),
@@ -265,6 +271,7 @@ MOVES: list[tuple[str, str, str, float | str]] = [
     ("engines", "reserve", "killed engine", -1),
     ("namespaces", "put again", "second namespace", 1),
     ("loads", "lookup", "hold", 1),
+    ("reservations", "corrupt disk", "reserve", UP),
 ]
 # Constant while a store lives, and what no honest story shows: a test of its own each.
 ELSEWHERE = {"tier_capacity_bytes", "build_info", "faults", "disk_lost_batches"}
@@ -306,6 +313,36 @@ def test_no_counter_ever_falls_also_when_the_disk_tier_is_replaced(story: Story)
         for series, value in before.items():
             if re.search(r"_total(\{|$)|_bucket|_count$|_sum$", series):
                 assert after[series] >= value, series
+
+
+@pytest.mark.parametrize("chapter", sorted({after for _, _, after, _ in MOVES}))
+def test_the_numbers_of_a_scrape_add_up(story: Story, chapter: str) -> None:
+    """As `docs/metrics.md` says. Each scrape is of one moment, whatever is under way."""
+
+    def total(name: str, *labels: str) -> float:
+        return sum(
+            value
+            for series, value in story.scrapes[chapter].items()
+            if series.partition("{")[0] == PREFIX + name and all(one in series for one in labels)
+        )
+
+    under_way = total("reservations")
+    stored = total("records_stored_total")
+    abandoned = total("records_abandoned_total")
+    assert total("records_missed_total") == stored + abandoned + under_way
+    loaded = total("records_restored_total") + total("load_failures_total")
+    assert loaded == total("records_asked_total")  # a load that is held has named every key
+    arrived = {
+        "memory": stored + total("records_promoted_total"),
+        "disk": total("records_found_total") + total("records_written_total"),
+    }
+    for tier in ("memory", "disk"):
+        left, here = total("records_left_total", tier), total("tier_records", tier)
+        assert arrived[tier] == left + here
+        evicted = sum(
+            total("records_left_total", tier, f'"{why}"') for why in ("evicted", "over_quota")
+        )
+        assert evicted == total("records_evicted_total", tier)
 
 
 def test_names_keep_to_the_conventions() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import re
 import signal
 import subprocess
@@ -183,6 +184,21 @@ async def test_what_a_call_that_was_given_up_got_is_given_back(house: House, kin
             timer.join()
     eventually(lambda: bytes_in_use(house, "pinned_bytes") == 0)
     assert bytes_in_use(house, "reserved_bytes") == 0
+
+
+def test_clients_that_come_and_go_in_one_process_leave_the_store_nothing(house: House) -> None:
+    store = house.start()
+
+    def descriptors() -> int:
+        return len(os.listdir(f"/proc/{store.pid}/fd"))
+
+    with ebbtide.Client(house.socket) as first:
+        assert first.namespace(model="m").put(name_of(1), b"x")
+        before = descriptors()
+        for _ in range(20):
+            with ebbtide.Client(house.socket) as client:
+                assert client.namespace(model="m").get(name_of(1)) == b"x"
+        eventually(lambda: descriptors() == before)
 
 
 def test_what_the_caller_does_wrong_is_raised(house: House) -> None:

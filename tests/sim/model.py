@@ -10,6 +10,7 @@ from collections import deque
 from random import Random
 from typing import TYPE_CHECKING, TypeVar
 
+from tests.books import assert_adds_up, survey_of
 from tests.sim.plan import ALIGNMENT, Engine, Plan, Reading
 
 from ebbtide.testing import FAULTS, Fault, SimStore
@@ -49,7 +50,7 @@ class Model:
         self.may_hold: dict[str, set[bytes]] = {name: set() for name in NAMES}
         self.unsure: dict[str, set[bytes]] = {name: set() for name in NAMES}  # reset, no answer yet
         self.damaged: set[tuple[str, bytes]] = set()  # may be wrong in the slab by our own doing
-        self.pins: list[tuple[str, bytes]] = []
+        self.pins: list[tuple[bytes, str, bytes]] = []  # engine, namespace and key
         self._contents: dict[tuple[str, bytes], bytes] = {}
         self._names: dict[int, str] = {}  # by reset epoch, old ones too
         self._reopened()
@@ -59,6 +60,7 @@ class Model:
     def check(self) -> None:
         store = self.sim.store
         store.check_integrity()
+        assert_adds_up(survey_of(store), at_rest=False)
         memory = store.memory
         assert memory.space.used_bytes <= memory.space.capacity_bytes
         written = [slot.span for engine in self.engines for slot in engine.slots.values()]

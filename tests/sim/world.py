@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.books import assert_adds_up, survey_of
 from tests.sim.model import NAMES, Model
 from tests.sim.plan import Reading, Slot
 
@@ -153,6 +154,7 @@ class World(Model):
             reading.gone = True
         engine.slots.clear()
         engine.readings.clear()
+        self.pins = [pin for pin in self.pins if pin[0] != engine.name]
         self.sim.store.engine_gone(engine.name)
 
     def reset(self) -> None:
@@ -164,7 +166,7 @@ class World(Model):
             self.unsure[name] |= before[name]
             self.may_hold[name].clear()
         target = self.namespace(names[0]) if len(names) == 1 else None
-        self.pins = [pin for pin in self.pins if pin[0] not in names]
+        self.pins = [pin for pin in self.pins if pin[1] not in names]
 
         def answered(ok: bool) -> None:
             answers.append(ok)
@@ -180,15 +182,16 @@ class World(Model):
         self.sim.store.touch(self.namespace(name), keys)
 
     def pin(self) -> None:
-        name, keys, _ = self.chain()
+        engine, (name, keys, _) = self.random.choice(self.engines), self.chain()
         for key in keys:
-            if self.sim.store.pin(self.namespace(name), [key]):
-                self.pins.append((name, key))
+            if self.sim.store.pin(engine.name, self.namespace(name), [key]):
+                self.pins.append((engine.name, name, key))
 
     def unpin(self) -> None:
-        for name, key in self._some(self.pins):
-            self.pins.remove((name, key))
-            self.sim.store.unpin(self.namespace(name), [key])
+        for pin in self._some(self.pins):
+            self.pins.remove(pin)
+            engine, name, key = pin
+            self.sim.store.unpin(engine, self.namespace(name), [key])
 
     def look_up(self) -> None:
         name, keys, _ = self.chain()
@@ -278,8 +281,8 @@ class World(Model):
             self._cut_and_read_everything()
         sim, store = self.sim, self.sim.store
         sim.rates.clear()
-        for name, key in self.pins:
-            store.unpin(self.namespace(name), [key])
+        for gone, name, key in self.pins:
+            store.unpin(gone, self.namespace(name), [key])
         for engine in self.engines:
             store.abort(engine.name, list(engine.slots))
             engine.slots.clear()
@@ -298,6 +301,7 @@ class World(Model):
         sim.runtime.run_until(lambda: sim.runtime.idle)  # what a slow pool owes
         sim.runtime.settle()
         store.check_integrity()
+        assert_adds_up(survey_of(store), at_rest=True)
         memory = store.memory
         assert (memory.reserved_bytes, memory.pinned_bytes) == (0, 0)
         assert store.stats()["loads"] == 0

@@ -245,6 +245,11 @@ def test_more_open_loads_than_the_bound_are_answered_busy(
     _load(host, 4, _keys(1))
     host.turn_until(lambda: host.done(4))
     assert host.failures(4) == {}
+    host.session.handle(0, wire.Ack(2, 0))
+    host.session.handle(0, wire.Ack(4, 0))
+    host.settle()
+    tally = host.store.tallies.of(host.store.namespace(0).epoch)  # type: ignore[union-attr]  # open
+    assert (tally.asked, tally.hits.total(), tally.failed_loads) == (4, 3, {Miss.BUSY: 1})
 
 
 def test_an_ack_comes_twice_without_harm(host: Host) -> None:

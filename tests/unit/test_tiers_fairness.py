@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ebbtide.tiers.namespace import Namespace
 
 PAGE = 4096
+ONE = b"engine-1"
 SLOTS = 20
 
 
@@ -123,9 +124,9 @@ def test_pins_of_a_capped_namespace_stay_below_half_its_cap() -> None:
     with SimStore(1, SLOTS * PAGE, fairness=rules(a=(0.0, 0.4))) as sim:
         a = sim.namespace("a")
         sim.put(a, keys_of(*range(8)), PAGE)
-        assert sim.store.pin(a, keys_of(*range(8))) == 4
-        assert sim.store.unpin(a, keys_of(*range(8))) == 4
-        assert sim.store.pin(a, keys_of(*range(8))) == 4
+        assert sim.store.pin(ONE, a, keys_of(*range(8))) == 4
+        assert sim.store.unpin(ONE, a, keys_of(*range(8))) == 4
+        assert sim.store.pin(ONE, a, keys_of(*range(8))) == 4
 
 
 def test_a_reset_namespace_keeps_its_quota() -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ebbtide.tiers.namespace import Namespace
 
 PAGE = 4096
+ONE = b"engine-1"
 LENGTH = PAGE - 500
 MANY = 2 * PIECE + 10
 
@@ -93,11 +94,11 @@ def test_what_goes_beyond_the_bound_only_by_its_padding_is_undone_and_refused(
 def test_keeping_twice_is_keeping_once_and_engines_pins_are_their_own(sim: SimStore) -> None:
     space, keys = sim.namespace(), [key_of(number) for number in range(3)]
     sim.put(space, keys, LENGTH)
-    assert sim.store.pin(space, keys[:1]) == 1
+    assert sim.store.pin(ONE, space, keys[:1]) == 1
     assert keep(sim, space, [*keys[:2], keys[0]]).report["pinned"] == 2
     assert keep(sim, space, keys[:2]).report["pinned"] == 0
-    assert sim.store.unpin(space, keys) == 1
-    assert sim.store.unpin(space, keys) == 0  # what a command keeps no engine lets go
+    assert sim.store.unpin(ONE, space, keys) == 1
+    assert sim.store.unpin(ONE, space, keys) == 0  # what a command keeps no engine lets go
     assert sim.store.pins.kept_bytes == 2 * PAGE
     assert let_go(sim, space, keys).report["unpinned"] == 2
     assert sim.store.pins.kept_bytes == sim.store.memory.pinned_bytes == 0

@@ -122,7 +122,7 @@ def test_a_wanted_slot_has_the_coldest_of_its_size_written(tmp_path: Path) -> No
         assert sim.store.mover is not None
         sim.store.mover._draining = False
         pins = [key_of(n) for n in range(0, 400, 20)]
-        assert sim.store.pin(space, pins) == 20  # no segment of that size can be drained
+        assert sim.store.pin(b"e", space, pins) == 20  # no segment of that size can be drained
         two = [key_of(n) for n in range(1000, 1100)]
         grants, _ = sim.store.reserve(b"e", space, two, 2 * PAGE)
         assert len(grants) == 100

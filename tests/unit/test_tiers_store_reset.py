@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.books import assert_adds_up, survey_of
 
 from ebbtide.testing import RecordingSink, SimStore
 from ebbtide.testing.conformance import key_of
@@ -13,7 +14,7 @@ from ebbtide.tiers.reasons import Miss, Place
 from ebbtide.tiers.runtime import DIGEST, VERIFY
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sized
     from pathlib import Path
 
 PAGE = 4096
@@ -102,6 +103,46 @@ def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimStore]
         assert sim.store.disk is not None
         assert sim.store.disk.records == 20
         yield sim
+
+
+def kept_by_epoch(sim: SimStore) -> list[int]:
+    """How many entries each table has that is kept by reset epoch."""
+    memory, disk = sim.store.memory, sim.store.disk
+    assert disk is not None
+    tables: list[Sized] = [
+        sim.store.tallies._by_epoch,
+        memory._index,
+        memory.reserved_of,
+        memory.payload_of,
+    ]
+    tables += [disk.digests, disk._leaving]
+    for shares in (memory.space.shares, disk.space.shares):
+        tables += [shares._quotas, shares.used_of]
+    return [len(table) for table in tables]
+
+
+def test_an_epoch_that_is_over_leaves_nothing_behind(large: SimStore) -> None:
+    """Though a record of it is evicted for another one's sake while it still waits to leave."""
+    one, two, disk = large.namespace(), large.namespace("two"), large.store.disk
+    assert disk is not None
+    kept = []
+    for life in range(1, 5):
+        large.put(two, keys_of(*range(10)), PAGE)
+        large.put(one, keys_of(*range(20)), PAGE)
+        assert large.drain()
+        old_epoch = one.epoch
+        reset(large, one)
+        disk.evict(disk.index.rows_of(old_epoch).tolist()[-1:], two.epoch)
+        large.runtime.pass_time(1.0)
+        tally = large.store.tallies.of(one.epoch)
+        assert tally.left_disk == {Miss.RESET: 20 * life}
+        assert disk.evicted == 0
+        disk.on_lost(old_epoch, key_of(1))  # as a commit that fails says, however late
+        reset(large, two)
+        large.runtime.pass_time(1.0)
+        kept.append(kept_by_epoch(large))
+        assert_adds_up(survey_of(large.store), at_rest=True)
+    assert kept == kept[:1] * 4
 
 
 def test_a_reset_is_answered_at_once_and_the_slots_come_back_in_pieces(large: SimStore) -> None:
@@ -202,21 +243,35 @@ def test_a_reset_of_a_store_without_namespaces_is_answered(sim: SimStore) -> Non
 def test_a_pinned_record_stays_until_every_pin_is_given_back(sim: SimStore) -> None:
     space = sim.namespace()
     sim.put(space, keys_of(1, 2), PAGE)
-    assert sim.store.pin(space, keys_of(1, 99)) == 1
-    assert sim.store.pin(space, keys_of(1)) == 1
+    assert sim.store.pin(ONE, space, keys_of(1, 99)) == 1
+    assert sim.store.pin(ONE, space, keys_of(1)) == 1
     for number in range(100, 140):
         sim.put(space, keys_of(number), PAGE)
     assert sim.store.lookup(space, keys_of(1, 2)) == bytes([Place.MEMORY, Miss.EVICTED])
-    assert sim.store.unpin(space, keys_of(1, 2)) == 1
+    assert sim.store.unpin(ONE, space, keys_of(1, 2)) == 1
     assert sim.store.memory.pinned_bytes == PAGE
-    assert sim.store.unpin(space, keys_of(1, 1)) == 1
+    assert sim.store.unpin(ONE, space, keys_of(1, 1)) == 1
     assert sim.store.memory.pinned_bytes == 0
+
+
+def test_pins_are_an_engines_own_and_end_with_it(sim: SimStore) -> None:
+    space = sim.namespace()
+    sim.put(space, keys_of(1, 2), PAGE)
+    assert sim.store.pin(ONE, space, keys_of(1, 2)) == sim.store.pin(ONE, space, keys_of(1, 2)) == 2
+    assert sim.store.pin(TWO, space, keys_of(1)) == 1
+    assert sim.store.unpin(TWO, space, keys_of(1, 1, 2)) == 1
+    assert sim.store.pin(TWO, space, keys_of(1)) == 1
+    sim.store.engine_gone(ONE)
+    assert sim.store.pins.kept_bytes == sim.store.memory.pinned_bytes == PAGE
+    assert sim.store.unpin(ONE, space, keys_of(1)) == 0
+    sim.store.engine_gone(TWO)
+    assert sim.store.pins.kept_bytes == sim.store.memory.pinned_bytes == 0
 
 
 def test_pins_never_hold_more_than_their_bound(sim: SimStore) -> None:
     space = sim.namespace()
     sim.put(space, keys_of(*range(16)), PAGE)
-    assert sim.store.pin(space, keys_of(*range(16))) == 8
+    assert sim.store.pin(ONE, space, keys_of(*range(16))) == 8
     assert sim.store.memory.pinned_bytes == sim.store.bounds.pinned_max_bytes == 8 * PAGE
 
 
@@ -224,22 +279,22 @@ def test_a_reset_gives_all_pins_back(sim: SimStore) -> None:
     space = sim.namespace()
     sim.put(space, keys_of(1), PAGE)
     for _ in range(3):
-        sim.store.pin(space, keys_of(1))
+        sim.store.pin(ONE, space, keys_of(1))
     reset(sim, space)
     assert sim.store.memory.pinned_bytes == 0
     assert sim.store.memory.space.used_bytes == 0
-    assert sim.store.unpin(space, keys_of(1)) == 0
+    assert sim.store.unpin(ONE, space, keys_of(1)) == 0
 
 
 def test_a_pinned_record_that_turns_out_corrupt_does_not_keep_its_slot(sim: SimStore) -> None:
     space = sim.namespace()
     sim.put(space, keys_of(1), PAGE)
-    sim.store.pin(space, keys_of(1))
-    sim.store.pin(space, keys_of(1))
+    sim.store.pin(ONE, space, keys_of(1))
+    sim.store.pin(ONE, space, keys_of(1))
     record = sim.store.memory.find(space.epoch, key_of(1))
     assert record is not None
     sim.store.view(record, PAGE)[0] ^= 1
     assert sim.get(space, keys_of(1)) == [Miss.CORRUPT]
     assert sim.store.memory.pinned_bytes == 0
     sim.put(space, keys_of(*range(8)), PAGE)
-    assert sim.store.pin(space, keys_of(*range(8))) == 8  # none of the bound is lost
+    assert sim.store.pin(ONE, space, keys_of(*range(8))) == 8  # none of the bound is lost
