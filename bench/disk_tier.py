@@ -14,7 +14,7 @@ from ebbtide.tiers.digest import record_digest, record_seed
 from ebbtide.tiers.disk_record import Get, Put
 from ebbtide.tiers.index import StoredNamespace
 from ebbtide.tiers.opening import OpenDisk
-from ebbtide.tiers.runtime import ThreadRuntime
+from ebbtide.tiers.runtime import DIGEST, ThreadRuntime
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -45,8 +45,7 @@ class Tier:
 
     def put(self, numbers: Sequence[int]) -> None:
         for batch in batches(numbers, self._record_bytes):
-            left = self._begin(len(batch))
-            self.tier.put([self._put_of(number, left) for number in batch])
+            self._digest_and_put(batch, self._begin(len(batch)))
         self._until_all_ended()
         flushed: list[bool] = []
         self.tier.flush(flushed.append)
@@ -123,15 +122,25 @@ class Tier:
         self._disk.close()
         self._buffers.close()
 
-    def _put_of(self, number: int, left: list[int]) -> Put:
-        key, view = key_of(number), self._buffers.filled(number)
-        digest = record_digest(view, record_seed(NAMESPACE.digest, key))
+    def _digest_and_put(self, numbers: Sequence[int], left: list[int]) -> None:
+        """As a store does it: digests are taken in threads, and then the records are put."""
+        keys = [key_of(number) for number in numbers]
+        views = [self._buffers.filled(number) for number in numbers]
+        digests = [b""] * len(numbers)
+
+        def take(position: int) -> None:
+            seed = record_seed(NAMESPACE.digest, keys[position])
+            digests[position] = record_digest(views[position], seed)
 
         def ended(failure: Miss | None) -> None:
             left[0] -= 1
             self.failed += failure is not None
 
-        return Put(EPOCH, key, self._record_bytes, digest, view, ended)
+        def taken(_: list[BaseException | None]) -> None:
+            each = zip(keys, digests, views, strict=True)
+            self.tier.put([Put(EPOCH, k, self._record_bytes, d, v, ended) for k, d, v in each])
+
+        self._runtime.start(DIGEST, take, range(len(numbers)), taken)
 
     def _begin(self, records: int) -> list[int]:
         """Wait for the batch that has the next one's buffers."""
