@@ -18,12 +18,14 @@ from ebbtide.bench.daemon_raw import RawClient
 from ebbtide.connectors import protocol as wire
 from ebbtide.connectors.client import SocketClient, ask
 from ebbtide.errors import EbbtideError
+from ebbtide.tiers.digest import record_digest
 from ebbtide.tiers.reasons import Place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 STORED = 16  # records that one turn stores
+RAW_SLOTS = 112  # that the raw copies go round: a store's slots are not in the cache either
 KEPT = 32  # of its latest records, which a turn loads from
 STAMP_BYTES = 8
 PATIENCE_S = 30.0
@@ -78,10 +80,10 @@ class Worker:
 
     def _reserve_slots(self) -> list[int]:
         """Slots of the arena for the raw copies."""
-        keys = tuple(self._key(2**40 + n) for n in range(KEPT))
+        keys = tuple(self._key(2**40 + n) for n in range(RAW_SLOTS))
         answer = ask(self._client, wire.Reserve(self._namespace, self._record_bytes, keys))
         assert isinstance(answer, wire.Grants)
-        if len(answer.grants) < KEPT:
+        if len(answer.grants) < RAW_SLOTS:
             raise EbbtideError("The store has too few slots for this benchmark")
         return [offset for offset, _ in answer.grants]
 
@@ -107,18 +109,29 @@ class Worker:
             self._load(range(first, first + STORED), answer)
             self._await(committing, answer)
 
-    def raw_mixed(self, order: Order, answer: Answer, until: float) -> None:
-        """The same copies, and nobody to ask."""
+    def raw_mixed(
+        self, order: Order, answer: Answer, until: float, *, verified: bool = False
+    ) -> None:
+        """The same copies in as much memory, and nobody to ask."""
         turn = 0
         while time.perf_counter() < until:
             turn += 1
             for position in range(STORED):
-                self._slot(self._slots[(turn * STORED + position) % KEPT])[:] = self._part(position)
+                slot = self._slot(self._slots[(turn * STORED + position) % RAW_SLOTS])
+                slot[:] = self._part(position)
+                if verified:
+                    record_digest(slot, position)
             for position in range(STORED):
-                offset = self._slots[((turn + 1) * STORED + position) % KEPT]
-                self._part(position)[:] = self._slot(offset)
+                slot = self._slot(self._slots[((turn - 2) * STORED + position) % RAW_SLOTS])
+                if verified:
+                    record_digest(slot, position)
+                self._part(position)[:] = slot
             answer.stored += STORED
             answer.loaded += STORED
+
+    def raw_verified(self, order: Order, answer: Answer, until: float) -> None:
+        """The same, and of each record the digest that a store takes of it: stored, and loaded."""
+        self.raw_mixed(order, answer, until, verified=True)
 
     def flood(self, order: Order, answer: Answer, until: float) -> None:
         """Store as fast as the store takes it, two commits under way."""
