@@ -176,14 +176,14 @@ def test_p22_a_store_waits_for_the_step_that_computes_its_block(
         execute: Callable[..., torch.Tensor] = rig.engine.runner.execute
         written: set[int] = set()
 
-        def poison_first(parts: list[object]) -> torch.Tensor:
+        def poison_first(parts: list[object], *more: object) -> torch.Tensor:
             for part in parts:
                 first = part.position // 16  # type: ignore[attr-defined]
                 fresh = part.block_tables[0][first + (part.position % 16 > 0) :]  # type: ignore[attr-defined]
                 written.update(fresh)
                 for cache in rig.engine.runner.kv_caches:
                     cache[:, fresh] = 1e30
-            return execute(parts)
+            return execute(parts, *more)
 
         monkeypatch.setattr(rig.engine.runner, "execute", poison_first)
         assert answers(rig.ask(PROMPTS, one_by_one=False)) == reference.answers(PROMPTS)
