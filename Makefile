@@ -10,7 +10,7 @@ VLLM_PIP := $(VLLM_BIN)/python -m pip install --quiet --quiet --disable-pip-vers
 # Never put the working directory on sys.path: ./kernels would shadow another project's package.
 export PYTHONSAFEPATH = 1
 
-.PHONY: help dev demo test test-alone test-live test-engine test-engine-inside test-engine-servers check bench fuzz chaos soak torture
+.PHONY: help dev demo test test-alone test-live test-sim test-engine test-engine-inside test-engine-servers check bench fuzz chaos soak torture
 
 help:
 	@echo 'make dev    make .venv with the tested versions of everything'
@@ -48,15 +48,18 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm.txt setup.py allocator/block_hash
 demo: $(STAMP)
 	$(BIN)/ebbtide demo
 
-# Two halves side by side: each keeps one core busy.
+# Three parts side by side on two cores: the live tests wait most of the time.
 test: $(STAMP)
-	@$(MAKE) --no-print-directory -j2 -Otarget test-alone test-live
+	@$(MAKE) --no-print-directory -j3 -Otarget test-alone test-live test-sim
 
 test-alone: $(STAMP)
 	$(BIN)/pytest tests/conformance tests/kernels tests/unit
 
 test-live: $(STAMP)
-	$(BIN)/pytest tests/live tests/power tests/sim
+	$(BIN)/pytest tests/live
+
+test-sim: $(STAMP)
+	$(BIN)/pytest tests/power tests/sim
 
 ENGINE_TESTS := $(VLLM_BIN)/pytest -c tests/engine/pytest.ini --rootdir=. tests/engine
 
