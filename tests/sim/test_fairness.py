@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ebbtide.tiers.namespace import Namespace
 
 PAGE = 4096
-SEEDS, STEPS = 30, 120
+SEEDS, STEPS = 20, 120
 NAMES = ("a", "b", "c", "d")
 ENGINES = (b"one", b"two")
 

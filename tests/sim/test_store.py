@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-SEEDS, STEPS = 40, 600
-FAILING_SEEDS = 15  # for each kind of failing drive
+SEEDS, STEPS = 25, 600
+FAILING_SEEDS = 10  # for each kind of failing drive
 CHECK_EVERY = 5
 
 
