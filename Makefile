@@ -17,7 +17,7 @@ help:
 	@echo 'make demo   show blocks ebb and flow on this machine'
 	@echo 'make test   run all tests but those that need vLLM'
 	@echo 'make test-engine  run the tests inside a real vLLM on the CPU; makes .venv-vllm (3 GB) first'
-	@echo 'make check  lint, format, types, import rules'
+	@echo 'make check  lint, format, types, import rules, kernels compiled, wheels built'
 	@echo 'make bench  measure offloading'
 	@echo 'make fuzz   send 1,000,000 mutated frames to a store'
 	@echo 'make chaos  kill and stop stores and engines while three engines serve: 50 of each'
@@ -48,12 +48,15 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm.txt setup.py allocator/block_hash
 demo: $(STAMP)
 	$(BIN)/ebbtide demo
 
+# What builds something whole: kernels for three GPUs, wheels.
+BUILDS := tests/kernels/test_machine_code.py tests/unit/test_packaging.py
+
 # Three parts side by side on two cores: the live tests wait most of the time.
 test: $(STAMP)
 	@$(MAKE) --no-print-directory -j3 -Otarget test-alone test-live test-sim
 
 test-alone: $(STAMP)
-	$(BIN)/pytest tests/conformance tests/kernels tests/unit
+	$(BIN)/pytest tests/conformance tests/kernels tests/unit $(addprefix --ignore=,$(BUILDS))
 
 test-live: $(STAMP)
 	$(BIN)/pytest tests/live
@@ -78,6 +81,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/pytest $(BUILDS)
 
 bench: $(STAMP)
 	$(BIN)/ebbtide bench offload
