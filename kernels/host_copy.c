@@ -19,6 +19,7 @@
 #endif
 
 #define LINE 64
+#define AHEAD (8 * LINE)
 #define THREADS_MAX 64
 
 /* ------------------------------------------------------------------------ one fragment */
@@ -32,6 +33,7 @@ static void copy_streamed(char *to, const char *from, size_t length) {
     memcpy(to, from, head);
     to += head, from += head, length -= head;
     for (; length >= LINE; length -= LINE, to += LINE, from += LINE) {
+        _mm_prefetch(from + AHEAD, _MM_HINT_NTA); /* may lie behind the fragment: never a fault */
         __m128i a = _mm_loadu_si128((const __m128i *)from);
         __m128i b = _mm_loadu_si128((const __m128i *)from + 1);
         __m128i c = _mm_loadu_si128((const __m128i *)from + 2);

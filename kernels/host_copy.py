@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 MODULE = "ebbtide.kernels._host_copy"
 
-STREAM_BYTES_MIN = 4 << 20
-"""A call that copies fewer may find them in a cache, and its reader too: it goes through caches."""
+STREAM_BYTES_MIN = 2 << 20
+"""A call that copies fewer may find them in a core's cache, and so may who reads them next."""
 STREAM_FRAGMENT_MIN = 1 << 10
 """Below, most of a fragment is lines of which it has only a part."""
 THREAD_BYTES_MIN = 1 << 20
