@@ -25,6 +25,13 @@
 /* ------------------------------------------------------------------------ one fragment */
 
 #ifdef HAVE_STREAM
+/* Let the start of a source come near while another one is copied. Processors that guess what is
+ * read next cannot guess this. What is fetched may lie behind the fragment: never a fault. */
+static void fetch(const char *from) {
+    for (int i = 0; i < AHEAD; i += LINE)
+        _mm_prefetch(from + i, _MM_HINT_NTA);
+}
+
 /* Whole lines of the destination go past the caches; what is before and behind them does not. */
 static void copy_streamed(char *to, const char *from, size_t length) {
     size_t head = -(uintptr_t)to & (LINE - 1);
@@ -33,7 +40,7 @@ static void copy_streamed(char *to, const char *from, size_t length) {
     memcpy(to, from, head);
     to += head, from += head, length -= head;
     for (; length >= LINE; length -= LINE, to += LINE, from += LINE) {
-        _mm_prefetch(from + AHEAD, _MM_HINT_NTA); /* may lie behind the fragment: never a fault */
+        _mm_prefetch(from + AHEAD, _MM_HINT_NTA);
         __m128i a = _mm_loadu_si128((const __m128i *)from);
         __m128i b = _mm_loadu_si128((const __m128i *)from + 1);
         __m128i c = _mm_loadu_si128((const __m128i *)from + 2);
@@ -49,6 +56,7 @@ static void copy_streamed(char *to, const char *from, size_t length) {
 /* Streamed stores are not ordered with what follows until this. */
 static void settle(void) { _mm_sfence(); }
 #else
+static void fetch(const char *from) { (void)from; }
 static void copy_streamed(char *to, const char *from, size_t length) { memcpy(to, from, length); }
 static void settle(void) {}
 #endif
@@ -72,22 +80,38 @@ struct share {
     pthread_t thread;
 };
 
+struct single {
+    char *to;
+    const char *from;
+    int64_t length;
+};
+
+static struct single single_at(const struct copies *all, int64_t at) {
+    int64_t block = at / all->fragments, fragment = at % all->fragments;
+    uint64_t start = (uint64_t)all->base[fragment], stride = (uint64_t)all->stride[fragment];
+    char *paged = (char *)(uintptr_t)(start + (uint64_t)all->ids[block] * stride);
+    char *flat = all->arena + all->offsets[block] + all->place[fragment];
+    return (struct single){.to = all->to_blocks ? paged : flat,
+                           .from = all->to_blocks ? flat : paged,
+                           .length = all->length[fragment]};
+}
+
 static void *copy_share(void *argument) {
     const struct share *share = argument;
-    const struct copies *all = share->copies;
-    int64_t block = share->first / all->fragments, fragment = share->first % all->fragments;
+    struct single one, next = {0};
+    if (share->first < share->end)
+        next = single_at(share->copies, share->first);
     for (int64_t i = share->first; i < share->end; i++) {
-        uint64_t paged = (uint64_t)all->base[fragment] +
-                         (uint64_t)all->ids[block] * (uint64_t)all->stride[fragment];
-        char *device = (char *)(uintptr_t)paged;
-        char *record = all->arena + all->offsets[block] + all->place[fragment];
-        char *to = all->to_blocks ? device : record, *from = all->to_blocks ? record : device;
-        if (all->length[fragment] >= all->stream_from)
-            copy_streamed(to, from, (size_t)all->length[fragment]);
-        else
-            memcpy(to, from, (size_t)all->length[fragment]);
-        if (++fragment == all->fragments)
-            fragment = 0, block++;
+        int64_t stream_from = share->copies->stream_from;
+        one = next;
+        if (i + 1 < share->end)
+            next = single_at(share->copies, i + 1);
+        if (one.length < stream_from) {
+            memcpy(one.to, one.from, (size_t)one.length);
+        } else {
+            fetch(next.from);
+            copy_streamed(one.to, one.from, (size_t)one.length);
+        }
     }
     settle();
     return NULL;
