@@ -3,6 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.made
+COMPILED := allocator/block_hash.c kernels/host_copy.c
 VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.made
 VLLM_PIP := $(VLLM_BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
@@ -26,7 +27,7 @@ help:
 
 dev: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt setup.py allocator/block_hash.c
+$(STAMP): pyproject.toml constraints.txt setup.py $(COMPILED)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo 'make: $(PYTHON) is older than 3.11. Name a newer one: make dev PYTHON=python3.12' >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
@@ -36,7 +37,7 @@ $(STAMP): pyproject.toml constraints.txt setup.py allocator/block_hash.c
 	@touch $@
 
 # torch comes first and with its dependencies, so that any build of it works; then the list and nothing else.
-$(VLLM_STAMP): pyproject.toml constraints-vllm.txt setup.py allocator/block_hash.c
+$(VLLM_STAMP): pyproject.toml constraints-vllm.txt setup.py $(COMPILED)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo 'make: $(PYTHON) is older than 3.11. Name a newer one: make test-engine PYTHON=python3.11' >&2; exit 1; }
 	$(PYTHON) -m venv .venv-vllm

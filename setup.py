@@ -1,6 +1,6 @@
-"""What pyproject.toml cannot say in a stable way: the optional compiled hasher.
+"""What pyproject.toml cannot say in a stable way: the optional compiled modules.
 
-Without a C compiler the package is built without it, and does the same more slowly.
+Without a C compiler the package is built without them, and does the same more slowly.
 `EBBTIDE_PURE=1` builds a wheel for every platform.
 """
 
@@ -8,15 +8,20 @@ import os
 
 from setuptools import Extension, setup
 
-COMPILED = Extension(
-    "ebbtide.allocator._block_hash",
-    ["src/ebbtide/allocator/block_hash.c"],
-    extra_compile_args=["-O3"],
-    py_limited_api=True,
-    optional=True,
-)
+# pthread: of a C library that has it apart.
+COMPILED = [
+    Extension(
+        f"ebbtide.{room}._{name}",
+        [f"src/ebbtide/{room}/{name}.c"],
+        extra_compile_args=["-O3", "-pthread"],
+        extra_link_args=["-pthread"],
+        py_limited_api=True,
+        optional=True,
+    )
+    for room, name in (("allocator", "block_hash"), ("kernels", "host_copy"))
+]
 
 setup(
-    ext_modules=[] if os.environ.get("EBBTIDE_PURE") == "1" else [COMPILED],
+    ext_modules=[] if os.environ.get("EBBTIDE_PURE") == "1" else COMPILED,
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

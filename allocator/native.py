@@ -8,22 +8,16 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import logging
-import os
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ebbtide.allocator import cbor
-from ebbtide.errors import ConfigError
+from ebbtide.compiled import compiled_module
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-logger = logging.getLogger(__name__)
-
-PURE_VARIABLE = "EBBTIDE_PURE"
 MODULE = "ebbtide.allocator._block_hash"
 
 
@@ -55,20 +49,7 @@ def hasher() -> Hasher | None:
     Raises ConfigError for a value of EBBTIDE_PURE other than 0 and 1. The first call takes a
     millisecond.
     """
-    if _is_pure():
-        return None
-    try:
-        found = cast("Hasher", import_module(MODULE))
-    except ImportError as error:
-        logger.debug("Blocks are named without the compiled hasher: %s", error)
-        return None
-    if not is_right(found):
-        logger.warning(
-            "The compiled hasher names blocks wrongly on this machine and is not used. "
-            "Set %s=1 to leave it out.",
-            PURE_VARIABLE,
-        )
-        return None
+    found: Hasher | None = compiled_module(MODULE, is_right, "compiled hasher")
     return found
 
 
@@ -88,12 +69,3 @@ def is_right(found: Hasher) -> bool:
                 if found.hash_blocks(tokens, block_size, 0, 2, first, suffix, portable) != expected:
                     return False
     return True
-
-
-def _is_pure() -> bool:
-    text = os.environ.get(PURE_VARIABLE, "0")
-    if text not in ("0", "1"):
-        raise ConfigError(
-            f"{PURE_VARIABLE} is 0 or 1", next_step="Unset it, or write 1", found=text
-        )
-    return text == "1"

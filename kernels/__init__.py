@@ -6,6 +6,7 @@
 | `layers` | the same, one layer at a time |
 | `fragments` | the same as addresses, and as lists of single copies |
 | `copy`, `arena_records` | gather and scatter between paged blocks and flat records, by torch |
+| `host_copy` | the same on a device that is host memory, compiled |
 | `driver`, `streams`, `registration` | the CUDA driver: copies, order, registered memory |
 | `copy_engine` | copies by the device's copy engines |
 | `staged_copy`, `triton_copy` | copies of small fragments, by a kernel and a staging buffer |

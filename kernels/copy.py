@@ -1,8 +1,8 @@
 """Copies between paged device blocks and flat host records, in plain torch.
 
-The reference of every faster copy, the way on a device that is host memory, and what runs where
-there is nothing faster. Bytes are moved as bytes: no dtype is ever looked at, so NaN payloads and
-any 8-bit format survive.
+The reference of every faster copy, and what runs where there is nothing faster. On a device that is
+host memory the compiled `host_copy` goes first, where it was built. Bytes are moved as bytes: no
+dtype is ever looked at, so NaN payloads and any 8-bit format survive.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 
 from ebbtide.errors import MisuseError
 from ebbtide.kernels.arena_records import check_records
+from ebbtide.kernels.host_copy import copy_on_host
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -140,6 +141,8 @@ def _copy(
     to_blocks: bool,
 ) -> None:
     if layout.device.type == "cpu":
+        if copy_on_host(layout, block_ids, flat, offsets, to_blocks=to_blocks):
+            return
         _move(layout, block_ids, flat, offsets, to_blocks=to_blocks)
         return
     size = layout.record_bytes

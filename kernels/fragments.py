@@ -64,12 +64,8 @@ class FragmentTable:
     def of(cls, layout: PagedLayout) -> FragmentTable:
         """The table of `layout`. Raises MisuseError for tensors without an address."""
         starts = _starts(layout)
-        fragments = layout.fragments
-        base = np.array([starts[f.tensor] + f.base for f in fragments], dtype=np.int64)
-        stride, length, offset = (
-            np.array([getattr(fragment, name) for fragment in fragments], dtype=np.int64)
-            for name in ("block_stride", "length", "record_offset")
-        )
+        tensors, bases, stride, length, offset = map(np.ascontiguousarray, layout.columns)
+        base = np.array(starts, dtype=np.int64)[tensors] + bases
         common = math.gcd(
             ALIGNMENT_MAX,
             layout.record_bytes,

@@ -12,8 +12,9 @@ import itertools
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from ebbtide.errors import MisuseError
@@ -27,14 +28,15 @@ from ebbtide.kernels.layout_checks import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
+
 MAX_RUNS_PER_BLOCK = 64
 """Most separate runs one tensor may have in one block; more are refused, copies would crawl."""
 
 _KV = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Fragment:
+class Fragment(NamedTuple):
     """One contiguous run of every block: block `b` has it at `base + b * block_stride`.
 
     All numbers are bytes; `base` counts from the start of the storage of tensor number `tensor`.
@@ -150,6 +152,11 @@ class PagedLayout:
             torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
             for tensor in self.tensors
         )
+
+    @cached_property
+    def columns(self) -> NDArray[np.int64]:
+        """The fragments as int64 [5, fragments]: the fields of `Fragment` in their order."""
+        return np.array(self.fragments, dtype=np.int64).T
 
     @cached_property
     def rows(self) -> tuple[FragmentRow, ...]:

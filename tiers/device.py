@@ -168,6 +168,7 @@ def device_copies(
     Call it before the engine uses its blocks. Raises ConfigError for a method that cannot be had.
     """
     from ebbtide.kernels.choice import AUTO, TORCH, choose
+    from ebbtide.kernels.host_copy import copier
 
     device = next(iter(layouts.values())).device
     if device.type != "cpu":
@@ -176,6 +177,7 @@ def device_copies(
         return stream_copies(layouts, method, by_layer=layerwise != "off")
     if method not in (AUTO, TORCH):
         choose(method, (), {method: "the blocks are in host memory"})
+    copier()  # checked, and its setting refused, now and not at the first copy
     if layerwise == "on":  # the thread that waits cannot be the one that copies
         from ebbtide.tiers.device_streams import StreamCopies
 

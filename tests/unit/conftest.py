@@ -1,4 +1,4 @@
-"""What several files of unit tests start from: simulated stores, the compiled hasher."""
+"""What several files of unit tests start from: simulated stores, compiled modules."""
 
 from __future__ import annotations
 
@@ -14,34 +14,64 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from ebbtide.allocator import native
+from ebbtide.kernels import host_copy
 from ebbtide.testing import SimStore
 from ebbtide.tiers.bounds import Bounds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import ModuleType
 
 PAGE = 4096
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="session")
-def compiled_hasher(tmp_path_factory: pytest.TempPathFactory) -> native.Hasher:
-    """`block_hash.c` as it is now, built by setup.py; an installed one may be older."""
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The compiled modules of this source, built by setup.py; installed ones may be older."""
     compiler = (sysconfig.get_config_var("CC") or "cc").split()[0]
     header = Path(sysconfig.get_path("include"), "Python.h")
     if shutil.which(compiler) is None or not header.is_file():
-        pytest.skip(f"no {compiler} or no {header}: the compiled hasher is not tested here")
+        pytest.skip(f"no {compiler} or no {header}: compiled modules are not tested here")
     built = tmp_path_factory.mktemp("compiled")
     command = [sys.executable, "setup.py", "-q", "build_ext"]
     command += ["--build-lib", str(built), "--build-temp", str(built / "objects")]
     subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, timeout=100)
-    (library,) = built.rglob("_block_hash*.so")
-    spec = spec_from_file_location(native.MODULE, library)
+    return built
+
+
+def _loaded(name: str, built: Path) -> ModuleType:
+    (library,) = built.rglob(f"{name.rpartition('.')[2]}*.so")
+    spec = spec_from_file_location(name, library)
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
-    return cast("native.Hasher", module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def compiled_hasher(compiled: Path) -> native.Hasher:
+    """`block_hash.c` as it is now."""
+    return cast("native.Hasher", _loaded(native.MODULE, compiled))
+
+
+@pytest.fixture(scope="session")
+def compiled_copier(compiled: Path) -> host_copy.Copier:
+    """`host_copy.c` as it is now."""
+    return cast("host_copy.Copier", _loaded(host_copy.MODULE, compiled))
+
+
+@pytest.fixture(scope="module", params=["torch", "compiled", "streamed"])
+def all_copies(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test of a module copies by torch, and again compiled: through caches and past them."""
+    copier = None if request.param == "torch" else request.getfixturevalue("compiled_copier")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_copy, "copier", lambda: copier)
+        if request.param == "streamed":
+            for bound in ("STREAM_BYTES_MIN", "STREAM_FRAGMENT_MIN"):
+                patch.setattr(host_copy, bound, 0)
+        yield
 
 
 @pytest.fixture(scope="module", params=["pure", "compiled"])

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbtide.allocator import cbor, hash_blocks, native, none_hash
+from ebbtide.compiled import PURE_VARIABLE
 from ebbtide.config import load_config
 from ebbtide.errors import ConfigError
 
@@ -22,7 +23,7 @@ NONE = cbor.NONE
 @pytest.fixture(autouse=True)
 def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a new process, without the variable."""
-    monkeypatch.delenv(native.PURE_VARIABLE, raising=False)
+    monkeypatch.delenv(PURE_VARIABLE, raising=False)
     native.hasher.cache_clear()
     yield
     native.hasher.cache_clear()
@@ -71,14 +72,14 @@ def test_a_wrong_one_is_left_out_with_a_warning(
     assert native.hasher() is None
     assert native.hasher() is None
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert native.PURE_VARIABLE in caplog.text
+    assert PURE_VARIABLE in caplog.text
 
 
 @pytest.mark.parametrize(("text", "is_pure"), [("1", True), ("0", False)])
 def test_the_variable_leaves_it_out(
     monkeypatch: pytest.MonkeyPatch, installed: native.Hasher, text: str, is_pure: bool
 ) -> None:
-    monkeypatch.setenv(native.PURE_VARIABLE, text)
+    monkeypatch.setenv(PURE_VARIABLE, text)
     assert (native.hasher() is None) is is_pure
 
 
@@ -86,14 +87,14 @@ def test_the_variable_leaves_it_out(
 def test_other_values_of_the_variable_are_refused(
     monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    monkeypatch.setenv(native.PURE_VARIABLE, text)
+    monkeypatch.setenv(PURE_VARIABLE, text)
     for call in (none_hash, lambda: hash_blocks(range(4), 4, root=bytes(32))):
         with pytest.raises(ConfigError, match="EBBTIDE_PURE is 0 or 1"):
             call()
 
 
 def test_the_variable_is_no_unknown_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(native.PURE_VARIABLE, "1")
+    monkeypatch.setenv(PURE_VARIABLE, "1")
     monkeypatch.setenv("EBBTIDE_MEMORY__CAPACITY", "1MiB")
     assert load_config().config.memory.capacity_bytes == 1 << 20
 

@@ -12,6 +12,8 @@ from ebbtide.errors import MisuseError
 from ebbtide.kernels.copy import gather, gather_into, scatter, scatter_from
 from ebbtide.kernels.layout import PagedLayout
 
+pytestmark = pytest.mark.usefixtures("all_copies")
+
 DTYPES = [
     torch.float32,
     torch.bfloat16,

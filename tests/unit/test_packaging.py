@@ -86,10 +86,13 @@ def compiled_in(wheel: Path) -> set[str]:
     return {name for name in names_in(wheel) if name.endswith(".so")}
 
 
-def test_a_wheel_holds_the_compiled_hasher_for_all_later_pythons(
-    wheel: Path, compiled_hasher: object
+def test_a_wheel_holds_the_compiled_modules_for_all_later_pythons(
+    wheel: Path, compiled: Path
 ) -> None:
-    assert compiled_in(wheel) == {"ebbtide/allocator/_block_hash.abi3.so"}
+    assert compiled_in(wheel) == {
+        "ebbtide/allocator/_block_hash.abi3.so",
+        "ebbtide/kernels/_host_copy.abi3.so",
+    }
     assert "-cp311-abi3-" in wheel.name
 
 
@@ -110,7 +113,8 @@ def test_a_source_distribution_has_what_a_wheel_is_built_from(
     with tarfile.open(build(tree, "sdist", "sources")) as archive:
         archive.extractall(tmp_path, filter="data")
     (unpacked,) = tmp_path.iterdir()
-    assert (unpacked / "src" / "ebbtide" / "allocator" / "block_hash.c").is_file()
+    for source in ("allocator/block_hash.c", "kernels/host_copy.c"):
+        assert (unpacked / "src" / "ebbtide" / source).is_file()
     assert names_in(build(unpacked, "wheel", "dist")) == names_in(wheel)
 
 

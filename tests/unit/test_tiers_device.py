@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from ebbtide.compiled import PURE_VARIABLE
+from ebbtide.errors import ConfigError
+from ebbtide.kernels.host_copy import copier
 from ebbtide.kernels.layout import PagedLayout
 from ebbtide.tiers.arena import Arena
 from ebbtide.tiers.device import (
@@ -88,6 +91,15 @@ def test_a_device_that_is_host_memory_needs_no_thread(layout: PagedLayout) -> No
     copies = device_copies({0: layout})
     assert isinstance(copies, HostCopies)
     assert copies.close()
+
+
+def test_a_wrong_setting_shows_before_the_first_copy(
+    layout: PagedLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PURE_VARIABLE, "yes")
+    copier.cache_clear()
+    with pytest.raises(ConfigError, match="EBBTIDE_PURE is 0 or 1"):
+        device_copies({0: layout})
 
 
 @pytest.mark.parametrize("kind", KINDS)
