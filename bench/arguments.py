@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shutil
 
@@ -15,6 +16,14 @@ def count(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is below one")
+    return number
+
+
+def positive_seconds(text: str) -> float:
+    """A time above zero. Raises ArgumentTypeError, or ValueError for what is no number."""
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no time above zero")
     return number
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import json as msgspec_json
 
+from ebbtide.bench.arguments import positive_seconds
 from ebbtide.bench.daemon_worker import KEPT, Answer, Order, Start
 from ebbtide.bench.measured_store import MeasuredStore
 from ebbtide.bench.pairs import INVALID, PAIRS_MIN, Case, measured_case, rotated
@@ -46,16 +47,18 @@ WORKER_GRACE_S = 60.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The case's options."""
     parser.add_argument("--quick", action="store_true", help="3 pairs: a look, not a result")
-    parser.add_argument("--seconds", type=float, help="of loading and storing in all (default 30)")
+    parser.add_argument(
+        "--seconds", type=positive_seconds, help="of loading and storing in all (default 30)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure. 0 when every line is valid, else 1."""
     pairs = args.pairs or (QUICK_PAIRS if args.quick else PAIRS_MIN)
-    seconds = args.seconds or (QUICK_SECONDS if args.quick else SECONDS)
+    total_s = args.seconds or (QUICK_SECONDS if args.quick else SECONDS)
     valid = True
     for measure in (_lookups, _clients):
-        for case in measure(pairs, seconds / pairs):
+        for case in measure(pairs, total_s / pairs):
             print(case.line() if args.json else _row(case), flush=True)
             valid = valid and case.verdict != INVALID
     return 0 if valid else 1

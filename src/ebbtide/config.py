@@ -44,7 +44,7 @@ from ebbtide.config_schema import (
     MemoryConfig,
     ServerConfig,
 )
-from ebbtide.errors import ConfigError
+from ebbtide.errors import ConfigError, unknown_name
 from ebbtide.sizes import exact_duration, exact_size, parse_duration, parse_size
 
 __all__ = [
@@ -257,6 +257,8 @@ def _convert(field: Field, given: _Given) -> object:
                     next_step=f"Write a number and a unit as text, like {example!r}",
                 )
             value = parse_size(value) if field.kind is Kind.SIZE else parse_duration(value)
+        if field.choices and isinstance(value, str) and value not in field.choices:
+            raise unknown_name("value", value, field.choices)
         return msgspec.convert(value, field.type, strict=not text_only)
     except msgspec.DecodeError as error:  # not JSON, or not what it should be
         raise ConfigError(

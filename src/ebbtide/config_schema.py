@@ -267,6 +267,7 @@ class Field(NamedTuple):
     attribute: str  # as in "capacity_bytes"
     kind: Kind
     type: Any  # what msgspec converts to, bounds included
+    choices: tuple[str, ...]  # where it is one of a few words
     default: object  # msgspec.NODEFAULT when it is derived or must be given
     doc: str
 
@@ -309,15 +310,23 @@ DERIVED: Mapping[str, Derived] = {
 }
 
 
+def _bare(kind_of: object) -> object:
+    return get_args(kind_of)[0] if get_origin(kind_of) is Annotated else kind_of
+
+
 def _kind(attribute: str, default: object, kind_of: object) -> Kind:
     if isinstance(default, tuple):
-        bare = get_args(kind_of)[0] if get_origin(kind_of) is Annotated else kind_of
-        item = get_args(bare)[0]
+        item = get_args(_bare(kind_of))[0]
         is_table = isinstance(item, type) and issubclass(item, Section)
         return Kind.TABLES if is_table else Kind.LIST
     if attribute.endswith("_bytes"):
         return Kind.SIZE
     return Kind.DURATION if attribute.endswith("_s") else Kind.PLAIN
+
+
+def _choices(kind_of: object) -> tuple[str, ...]:
+    bare = _bare(kind_of)
+    return get_args(bare) if get_origin(bare) is Literal else ()
 
 
 def _fields_of(struct: type[Section], prefix: str) -> list[Field]:
@@ -332,6 +341,7 @@ def _fields_of(struct: type[Section], prefix: str) -> list[Field]:
                 attribute=info.name,
                 kind=_kind(info.name, info.default, info.type),
                 type=info.type,
+                choices=_choices(info.type),
                 default=info.default,
                 doc=documented[0].description or "" if documented else "",
             )

@@ -39,6 +39,13 @@ def test_it_prints_a_line_for_each_number(
     assert cases["load_and_store.3_clients"]["cpu_s_per_gb"] > 0
 
 
+@pytest.mark.parametrize("given", ["0", "-3", "nan", "inf", "soon"])
+def test_no_time_is_refused(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        options("--seconds", given)
+    assert "--seconds" in capsys.readouterr().err
+
+
 def test_keys_that_are_not_held_make_a_lookup_invalid(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -111,7 +111,7 @@ def test_paths_are_made_absolute(
         (["--memory", "16GiB", "--socket", "/" + "s" * 107], "Linux allows 107"),
         (["--memory", "16GiB", "--set", "connector.stores"], "has no value"),
         (["--memory", "16GiB", "--set", "connector.store=lazy"], "Did you mean 'connector.stores'"),
-        (["--memory", "16GiB", "--set", "connector.stores=late"], "Invalid enum value 'late'"),
+        (["--memory", "16GiB", "--set", "connector.stores=late"], "unknown value 'late'"),
         (["--memory", "16GiB", "--set", "connector.always_load=so"], "Expected `bool`"),
         (["--memory", "16GiB", "--set", "connector.store_budget=5"], "size '5' has no unit"),
         (["--memory", "16GiB", "--set", "connector.compute_margin_ratio=nan"], "Expected `float`"),
