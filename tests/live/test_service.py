@@ -201,6 +201,7 @@ def test_a_stop_that_was_cut_short_leaves_no_clean_mark(house: House) -> None:
     with house.log.open("ab") as log:
         store = house.adopt(subprocess.Popen(program, stdout=subprocess.PIPE, stderr=log))
     eventually(lambda: answers(house.socket))
+    assert house.client().connected
     store.terminate()
     assert store.stdout is not None
     assert store.stdout.readline() == b"draining\n"
