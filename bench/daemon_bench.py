@@ -197,27 +197,29 @@ def _mixed(house: House, pairs: int, seconds: float) -> list[Case]:
     valid = all(_is_right(answer) for answers in found for answer in answers)
     volume_gb = sum(_rate(answer) * answer.seconds for one in found for answer in one) * MB / GB
     jain = [_jain([_rate(answer) for answer in answers]) for answers in found]
-    return [
-        _case(
+
+    def together(
+        design: str,
+        rounds: Sequence[list[Answer]],
+        *,
+        valid: bool = True,
+        cpu_s_per_gb: float | None = None,
+    ) -> Case:
+        return _case(
             f"load_and_store.{CLIENTS}_clients",
             RECORD_BYTES,
             "MB/s",
-            [sum(map(_rate, answers)) for answers in found],
+            [sum(map(_rate, answers)) for answers in rounds],
             [sum(map(_rate, answers)) for answers in ceilings],
             higher_is_better=True,
             valid=valid,
-            cpu_s_per_gb=cpu_s / volume_gb if volume_gb else None,
-        ),
-        _case(
-            f"load_and_store.{CLIENTS}_clients",
-            RECORD_BYTES,
-            "MB/s",
-            [sum(map(_rate, answers)) for answers in verified],
-            [sum(map(_rate, answers)) for answers in ceilings],
-            higher_is_better=True,
-            valid=True,
-            design="raw_verified",
-        ),
+            cpu_s_per_gb=cpu_s_per_gb,
+            design=design,
+        )
+
+    return [
+        together(DESIGN, found, valid=valid, cpu_s_per_gb=cpu_s / volume_gb if volume_gb else None),
+        together("raw_verified", verified),
         _case(
             f"jain_index.{CLIENTS}_clients",
             RECORD_BYTES,
