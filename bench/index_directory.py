@@ -16,9 +16,10 @@ import numpy as np
 
 from ebbtide.errors import EbbtideError
 from ebbtide.tiers.digest import record_digest, record_seed
-from ebbtide.tiers.directory import INDEX_BYTES_PER_RECORD, INDEX_SHARE
+from ebbtide.tiers.directory import INDEX_BYTES_PER_RECORD, INDEX_SHARE, Geometry
 from ebbtide.tiers.disk_record import Put
-from ebbtide.tiers.index import CODEC_RAW, DurableIndex, Entry, IndexBatch, StoredNamespace
+from ebbtide.tiers.index import DurableIndex, IndexBatch, StoredNamespace
+from ebbtide.tiers.index_page import CODEC_RAW, Entry, rows_of_entries
 from ebbtide.tiers.namespace import namespace_digest
 from ebbtide.tiers.opening import OpenDisk
 from ebbtide.tiers.runtime import ThreadRuntime
@@ -54,11 +55,13 @@ def until(runtime: ThreadRuntime, condition: Callable[[], bool]) -> None:
 def fill(path: str, records: int) -> None:
     """Make the directory, and close it in order. Blocks for some 15 s a million."""
     _write_first(path, records)
-    with closing(DurableIndex(os.path.join(path, "index"), _index_bytes(records))) as index:
+    plan = Geometry.plan(capacity_bytes(records))
+    index_path = os.path.join(path, "index")
+    with closing(DurableIndex(index_path, plan.index_bytes, plan.segment_bytes)) as index:
         for start in range(1, records, COMMIT_RECORDS):
             batch = IndexBatch()
-            for number in range(start, min(start + COMMIT_RECORDS, records)):
-                batch.add(_entry(number))
+            numbers = range(start, min(start + COMMIT_RECORDS, records))
+            batch.add(rows_of_entries(map(_entry, numbers)))
             index.commit(batch)
         order = list(range(1, records + 1))  # sequences: the order of eviction is any
         Random(records).shuffle(order)
@@ -69,10 +72,6 @@ def fill(path: str, records: int) -> None:
 def _entry(number: int) -> Entry:
     offset, digest = number * RECORD_BYTES, bytes(16)
     return Entry(EPOCH, key_of(number), CODEC_RAW, RECORD_BYTES, offset, number + 1, digest)
-
-
-def _index_bytes(records: int) -> int:
-    return capacity_bytes(records) // INDEX_SHARE
 
 
 def _write_first(path: str, records: int) -> None:

@@ -26,6 +26,7 @@ from ebbtide.bench.index_directory import (
 from ebbtide.config import load_config
 from ebbtide.errors import EbbtideError
 from ebbtide.sizes import exact_size
+from ebbtide.tiers.directory import Geometry
 from ebbtide.tiers.disk_record import Get
 from ebbtide.tiers.index import DurableIndex
 from ebbtide.tiers.opening import OpenStore
@@ -102,11 +103,11 @@ def _dictionary(
     path: str, records: int, chains: Sequence[Callable[[], tuple[bytes, ...]]]
 ) -> Answer:
     before, cpu_s = _anonymous_bytes(), time.process_time()
-    with closing(DurableIndex(os.path.join(path, "index"), 1 << 30)) as index:
+    segment_bytes = Geometry.plan(capacity_bytes(records)).segment_bytes
+    with closing(DurableIndex(os.path.join(path, "index"), 1 << 30, segment_bytes)) as index:
         known = {
-            bytes(name[4:]): (entry.length, entry.offset, entry.sequence, entry.digest)
-            for name, entry in index.entries()
-            if entry is not None
+            entry.key: (entry.length, entry.offset, entry.sequence, entry.digest)
+            for entry in index.entries()
         }
         cpu_s = time.process_time() - cpu_s
 

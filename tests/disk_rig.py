@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import mmap
 import time
-from contextlib import closing
 from typing import TYPE_CHECKING, Any, Self
-
-import lmdb
 
 from ebbtide.testing.conformance import key_of
 from ebbtide.testing.faults import FaultSlab
@@ -15,10 +12,11 @@ from ebbtide.testing.payload import keyed_bytes
 from ebbtide.testing.store import SimStore, descriptor
 from ebbtide.tiers.digest import record_digest, record_seed
 from ebbtide.tiers.disk_record import Put
-from ebbtide.tiers.index import EPOCH_BYTES, RECORD, StoredNamespace
+from ebbtide.tiers.index import StoredNamespace
 from ebbtide.tiers.namespace import namespace_digest
 from ebbtide.tiers.opening import OpenDisk
 from ebbtide.tiers.runtime import ThreadRuntime
+from tests.index_rows import index_rows, key_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -41,15 +39,8 @@ def payload_of(key: bytes, length: int) -> bytes:
 
 def raw_entries(place: Path) -> Iterator[tuple[bytes, int, int]]:
     """(key, offset, length) of what the index of a closed directory names. Raises lmdb.Error."""
-    with closing(lmdb.open(str(place / "index"), max_dbs=4, readonly=True, lock=False)) as env:
-        try:
-            records = env.open_db(b"records", create=False)
-        except lmdb.NotFoundError:  # nothing was committed yet
-            return
-        with env.begin(db=records) as txn:
-            for name, value in txn.cursor():
-                _, _, _, length, offset, _, _ = RECORD.unpack(value)
-                yield bytes(name[EPOCH_BYTES:]), offset, length
+    for row in index_rows(place / "index"):
+        yield key_in(row), int(row["offset"]), int(row["length"])
 
 
 class StoreOnFiles(SimStore):

@@ -11,8 +11,11 @@ from ebbtide.tiers.runtime import COMMIT
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from ebbtide.tiers.index import Entry, Sequences, StoredNamespace
+    from ebbtide.tiers.index import Sequences, StoredNamespace
+    from ebbtide.tiers.index_page import Rows
+    from ebbtide.tiers.record_table import Columns
     from ebbtide.tiers.runtime import Runtime, Timer
+    from ebbtide.tiers.segments import Ints
     from ebbtide.tiers.slab import Slab
 
 
@@ -56,7 +59,7 @@ class Committer:
         batch_bytes: int,
         interval_s: float,
         on_committed: Callable[[list[int]], None],
-        on_failed: Callable[[BaseException, list[tuple[int, bytes]]], None],
+        on_failed: Callable[[BaseException, Columns], None],
     ) -> None:
         self._runtime = runtime
         self._slab = slab
@@ -78,17 +81,15 @@ class Committer:
         """Nothing is gathered and no commit is under way."""
         return not self._batch and self._running is None
 
-    def add(self, entries: Iterable[Entry], slot_bytes: int) -> None:
-        """The entries' payload has been written (not yet synced)."""
-        for entry in entries:
-            self._batch.index.add(entry)
+    def add(self, rows: Rows, slot_bytes: int) -> None:
+        """The payload of these records has been written (not yet synced)."""
+        self._batch.index.add(rows)
         self._batch.bytes += slot_bytes
         self._arm()
 
-    def remove(self, names: Iterable[tuple[int, bytes]]) -> None:
-        """Records of this epoch and key are no more."""
-        for epoch, key in names:
-            self._batch.index.remove(epoch, key)
+    def remove(self, offsets: Ints, lengths: Ints) -> None:
+        """The records of these lengths, in these slots, are no more."""
+        self._batch.index.remove(offsets, lengths)
         self._arm()
 
     def free_after(self, rows: Iterable[int]) -> None:

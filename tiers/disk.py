@@ -26,6 +26,7 @@ from ebbtide.tiers.key_index import NO_ROW
 from ebbtide.tiers.quotas import Quotas
 from ebbtide.tiers.reads_first import ReadsFirst
 from ebbtide.tiers.reasons import Miss
+from ebbtide.tiers.record_table import keys_of
 from ebbtide.tiers.runs import Run, merge
 from ebbtide.tiers.runtime import READ
 from ebbtide.tiers.shares import COMMON
@@ -290,8 +291,9 @@ class DiskTier:
         that alone.
         """
         names = [self.index.name(row) for row in rows]
+        leaving = self.index.columns(rows)
         free = self.index.leave(rows, bad=bad)
-        self._committer.remove(names)
+        self._committer.remove(leaving.offset, leaving.length)
         if free:
             self._free_after_commit(free)
         count = 0
@@ -322,10 +324,11 @@ class DiskTier:
         if not self._writer.idle:
             self._writer.place_waiting()
 
-    def _commit_failed(self, error: BaseException, added: list[tuple[int, bytes]]) -> None:
-        self.lost_batches += bool(added)
+    def _commit_failed(self, error: BaseException, added: Columns) -> None:
+        lost = keys_of(added)
+        self.lost_batches += bool(lost)
         self.go_down(f"a commit failed: {error}")
-        for epoch, key in added:
+        for epoch, key in lost:
             self.on_lost(epoch, key)
 
     # -- health ---------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import numpy as np
 
 from ebbtide.errors import MisuseError
 from ebbtide.tiers.disk_record import DiskRecord, DiskState
-from ebbtide.tiers.index import CODEC_RAW, Entry
 from ebbtide.tiers.key_index import KeyIndex
 from ebbtide.tiers.record_table import RecordTable, epochs_of
 from ebbtide.tiers.segments import SegmentSpace
@@ -108,19 +107,9 @@ class DiskIndex:
         """Its epoch and key."""
         return self.table.epoch_of(row), self.table.key(row)
 
-    def entry(self, row: int, put: Put) -> Entry:
-        """What the durable index is to say of a record that was placed for `put`."""
-        table = self.table
-        return Entry(
-            put.epoch,
-            put.key,
-            CODEC_RAW,
-            put.length,
-            table.offset_of[row],
-            table.sequence_of[row],
-            put.digest,
-            table.minute_of[row],
-        )
+    def columns(self, rows: Sequence[int]) -> Columns:
+        """All that is known of these. Vectorised."""
+        return self.table.columns(np.array(rows, np.int64))
 
     def stride(self, row: int) -> int:
         """Bytes of its slot."""

@@ -11,6 +11,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from ebbtide.tiers.index import minute_of
+from ebbtide.tiers.index_page import rows_of
 from ebbtide.tiers.key_index import NO_ROW
 from ebbtide.tiers.reasons import Miss
 from ebbtide.tiers.record_table import KEY_BYTES_MAX
@@ -254,10 +255,11 @@ class DiskWriter:
             self.place_waiting()
 
     def _settle(self, whole: list[tuple[Put, int]]) -> None:
-        self._index.written([row for _, row in whole])
+        rows = [row for _, row in whole]
+        self._index.written(rows)
         written_bytes = sum(len(put.view) for put, _ in whole)
         self._tier.write_bytes += written_bytes
-        self._committer.add((self._index.entry(row, put) for put, row in whole), written_bytes)
+        self._committer.add(rows_of(self._index.columns(rows)), written_bytes)
         for put, _ in whole:
             self._tier.on_written(put.epoch)
             put.done(None)

@@ -16,7 +16,8 @@ import numpy as np
 
 from ebbtide.tiers.digest import record_digest, record_seed
 from ebbtide.tiers.directory import Directory
-from ebbtide.tiers.index import CODEC_RAW, DurableIndex
+from ebbtide.tiers.index import DurableIndex
+from ebbtide.tiers.index_page import CODEC_RAW, are_formed, entries_of, positions_of
 from ebbtide.tiers.index_probe import index_is_sound
 from ebbtide.tiers.segments import SegmentSpace
 from ebbtide.tiers.slab import open_payload
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ebbtide.tiers.directory import Geometry
-    from ebbtide.tiers.index import Entry
+    from ebbtide.tiers.index_page import Entry
 
 BATCH = 64  # records read between two reports of progress
 
@@ -75,11 +76,14 @@ def check_directory(
         report.index_usable = index_is_sound(directory.index_path)
         try:
             if report.index_usable:
-                with closing(DurableIndex(directory.index_path, geometry.index_bytes)) as index:
-                    bad = _check_entries(index, geometry, slab, report, progress)
-                    if repair and bad:
-                        index.remove(bad)
-                        report.repaired = len(bad)
+                index = DurableIndex(
+                    directory.index_path, geometry.index_bytes, geometry.segment_bytes
+                )
+                with closing(index):
+                    bad, unreadable = _check_entries(index, geometry, slab, report, progress)
+                    if repair and (bad or unreadable):
+                        index.remove(bad, unreadable)
+                        report.repaired = len(bad) + len(unreadable)
                 directory.say_goodbye()
         except lmdb.Error:
             report.index_usable = False
@@ -94,61 +98,68 @@ def _check_entries(
     slab: _PayloadFile,
     report: Report,
     progress: Callable[[int, int], None],
-) -> list[bytes]:
-    """Names of the entries that are not right."""
+) -> tuple[list[int], list[bytes]]:
+    """Positions of the entries that are not right, and names of what is no page."""
     digests = {one.epoch: one.digest for one in index.namespaces()}
     report.namespaces = len(digests)
-    bad: list[bytes] = []
+    bad: list[int] = []
 
-    def is_bad(name: bytes, what: str) -> None:
-        bad.append(name)
+    def is_bad(position: int, what: str) -> None:
+        bad.append(position)
         report.bad[what] = report.bad.get(what, 0) + 1
 
-    entries: list[tuple[bytes, Entry]] = []
-    for name, entry in index.entries():
-        report.records += 1
-        if entry is None:
-            is_bad(bytes(name), "malformed")
+    entries: list[tuple[int, Entry]] = []
+    positions, rows, unreadable = index.read()
+    report.records = len(rows)
+    if unreadable:
+        report.bad["unreadable_page"] = len(unreadable)
+    right = positions == positions_of(rows, geometry.segment_bytes)
+    found = zip(positions.tolist(), entries_of(rows), are_formed(rows), right, strict=True)
+    for position, entry, is_formed, is_placed in found:
+        if not is_formed:
+            is_bad(position, "malformed")
         elif entry.codec != CODEC_RAW:
-            is_bad(bytes(name), "unknown_codec")
+            is_bad(position, "unknown_codec")
         elif entry.epoch not in digests:
             report.garbage += 1
-            bad.append(bytes(name))
+            bad.append(position)
+        elif not is_placed:
+            is_bad(position, "misplaced")
         else:
-            entries.append((bytes(name), entry))
+            entries.append((position, entry))
     placed = _place(entries, geometry, is_bad)
     placed.sort(key=lambda pair: pair[1].offset)
-    for number, (name, entry) in enumerate(placed):
+    for number, (position, entry) in enumerate(placed):
         if number % BATCH == 0:
             progress(number, len(placed))
         what = slab.judge(entry, digests[entry.epoch])
         if what:
-            is_bad(name, what)
+            is_bad(position, what)
         else:
             report.sound += 1
             report.payload_bytes += entry.length
             report.unused_bytes -= geometry.slot_bytes(entry.length)
     known = [entry.sequence for _, entry in placed]
     report.stale_recency = int((~np.isin(index.recency(), known)).sum())
-    return bad
+    return bad, unreadable
 
 
 def _place(
-    entries: Sequence[tuple[bytes, Entry]],
+    entries: Sequence[tuple[int, Entry]],
     geometry: Geometry,
-    is_bad: Callable[[bytes, str], None],
-) -> list[tuple[bytes, Entry]]:
+    is_bad: Callable[[int, str], None],
+) -> list[tuple[int, Entry]]:
     """Those whose slots can all exist side by side; of two on one slot the higher sequence."""
-    space: SegmentSpace[bytes] = SegmentSpace(
+    space: SegmentSpace[int] = SegmentSpace(
         geometry.slab_bytes, alignment=geometry.alignment, segment_bytes=geometry.segment_bytes
     )
     claims = sorted(entries, key=lambda pair: -pair[1].sequence)
     lengths = np.array([entry.length for _, entry in claims], np.int64)
     offsets = np.array([entry.offset for _, entry in claims], np.uint64).astype(np.int64)
-    placed = space.place_all([name for name, _ in claims], lengths, offsets).tolist()
-    for (name, _), fits in zip(claims, placed, strict=True):
+    placed = space.place_all([position for position, _ in claims], lengths, offsets).tolist()
+    for (position, _), fits in zip(claims, placed, strict=True):
         if not fits:
-            is_bad(name, "misplaced")
+            is_bad(position, "misplaced")
     return [pair for pair, fits in zip(claims, placed, strict=True) if fits]
 
 

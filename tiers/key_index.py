@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ebbtide.tiers.record_table import KEY_BYTES_MAX, WORDS, last_word, names_of
+from ebbtide.tiers.record_table import KEY_BYTES_MAX, KEY_WORDS, last_word, names_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +43,7 @@ _FACTORS = (
     0x9B05688C2B3E6C1F,
 )
 _MIX_FACTOR = 0x5BE0CD19137E2179
-_KEY = struct.Struct(f"={WORDS - 1}Q")
+_KEY = struct.Struct(f"={KEY_WORDS}Q")
 
 
 class KeyIndex:
@@ -74,7 +74,7 @@ class KeyIndex:
         if len(keys) <= SCALAR_MAX or not uniform:
             return np.array([self.find(epoch, key) for key in keys], np.int64)
         names = names_of(epoch, joined, width)
-        hashes = _hash(names)
+        hashes = hashes_of(names)
         rows = self._probe_many(self._entries, hashes)
         if self._old is not None:
             left = np.flatnonzero(rows == NO_ROW)
@@ -89,7 +89,7 @@ class KeyIndex:
     def add(self, rows: Sequence[int]) -> None:
         """Rows whose names are not in the index. Vectorised: 20 us, and 0.6 us for each."""
         at = np.array(rows, np.int64)
-        hashes = self._table.hash[at] = _hash(self._table.name[at])
+        hashes = self._table.hash[at] = hashes_of(self._table.name[at])
         for row, hashed in zip(rows, hashes.tolist(), strict=True):
             self._add(row, hashed)
 
@@ -113,7 +113,7 @@ class KeyIndex:
     def add_many(self, rows: Array) -> None:
         """Rows whose keys are not in the index, before anybody asks: all at once."""
         self._old = None
-        self._table.hash[rows] = _hash(self._table.name[rows])
+        self._table.hash[rows] = hashes_of(self._table.name[rows])
         present = self._rows_in(self._entries)
         self._begin(max(ENTRIES_MIN, _power_above(4 * (len(rows) + len(present)))))
         self._insert(np.concatenate([present, rows]))
@@ -210,8 +210,8 @@ def _entry(hashed: int, row: int) -> int:
     return _tag(hashed) << 32 | row + 1
 
 
-def _hash(names: Array) -> Array:
-    """uint64 [names]. The same as `_hash_one`, of many."""
+def hashes_of(names: Array) -> Array:
+    """uint64 [names]: what the index puts them by. The same as `_hash_one`, of many."""
     hashes = names[:, 0] * np.uint64(_FACTORS[0])
     for column, factor in enumerate(_FACTORS[1:], start=1):
         hashes += names[:, column] * np.uint64(factor)
@@ -222,7 +222,7 @@ def _hash(names: Array) -> Array:
 
 
 def _hash_one(epoch: int, key: bytes) -> int:
-    a, b, c, d, e = _KEY.unpack(key.ljust(KEY_BYTES_MAX, b"\0"))
+    a, b, c, d, e = _KEY.unpack(key.ljust(_KEY.size, b"\0"))
     hashed = a * _FACTORS[0] + b * _FACTORS[1] + c * _FACTORS[2] + d * _FACTORS[3]
     hashed += e * _FACTORS[4] + last_word(epoch, len(key)) * _FACTORS[5]
     hashed &= _HASH_MASK

@@ -28,8 +28,9 @@ def open_offline(path: str) -> Iterator[tuple[Directory, DurableIndex]]:
         if not index_is_sound(directory.index_path):
             raise _unreadable(path)
         try:
-            index_bytes = directory.geometry.index_bytes
-            with closing(DurableIndex(directory.index_path, index_bytes)) as index:
+            geometry = directory.geometry
+            index = DurableIndex(directory.index_path, geometry.index_bytes, geometry.segment_bytes)
+            with closing(index):
                 yield directory, index
             directory.say_goodbye()
         except lmdb.Error as error:
@@ -38,17 +39,16 @@ def open_offline(path: str) -> Iterator[tuple[Directory, DurableIndex]]:
 
 def survey_directory(path: str) -> dict[str, Any]:
     """What the namespaces of a directory hold: what a running store reports, as far as an index
-    knows it. 0.5 s for a million records. Raises as `open_offline`.
+    knows it. seconds for a million records. Raises as `open_offline`.
     """
     with open_offline(path) as (directory, index):
         geometry, namespaces = directory.geometry, index.namespaces()
         held: dict[int, Held] = {}
         used_bytes = 0
-        for _, entry in index.entries():
-            if entry is not None:
-                one = held.setdefault(entry.epoch, Held())
-                one.add(1, entry.length, entry.minute, entry.minute)
-                used_bytes += geometry.slot_bytes(entry.length)
+        for entry in index.entries():
+            one = held.setdefault(entry.epoch, Held())
+            one.add(1, entry.length, entry.minute, entry.minute)
+            used_bytes += geometry.slot_bytes(entry.length)
     wall_s = time.time()
     return {
         "namespaces": [

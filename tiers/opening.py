@@ -164,7 +164,9 @@ class OpenDisk:
         with ExitStack() as on_failure:
             slab = self._wrap_slab(SlabFile(self.directory.slab_path, geometry.slab_bytes))
             on_failure.callback(slab.close)
-            index = DurableIndex(self.directory.index_path, geometry.index_bytes)
+            index = DurableIndex(
+                self.directory.index_path, geometry.index_bytes, geometry.segment_bytes
+            )
             on_failure.callback(index.close)
             tier = DiskTier(
                 self._runtime,
@@ -193,9 +195,10 @@ class OpenDisk:
         if not os.path.exists(data) or os.path.getsize(data) <= geometry.index_bytes:
             return
         os.mkdir(smaller, 0o700)
+        segment_bytes = geometry.segment_bytes
         with (
-            closing(DurableIndex(path, os.path.getsize(data))) as large,
-            closing(DurableIndex(smaller, geometry.index_bytes)) as small,
+            closing(DurableIndex(path, os.path.getsize(data), segment_bytes)) as large,
+            closing(DurableIndex(smaller, geometry.index_bytes, segment_bytes)) as small,
         ):
             large.copy_to(small, geometry.slab_bytes, geometry.records_max)
         self.directory.replace_index(smaller)

@@ -15,13 +15,15 @@ import numpy as np
 
 from ebbtide.errors import TierUnavailableError
 from ebbtide.tiers.index import IndexBatch
+from ebbtide.tiers.index_page import entries_of
 from ebbtide.tiers.slab import open_payload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence, Set
 
     from ebbtide.tiers.directory import Directory, Geometry
-    from ebbtide.tiers.index import DurableIndex, Entry
+    from ebbtide.tiers.index import DurableIndex
+    from ebbtide.tiers.index_page import Entry
 
 _ZEROS = bytes(1 << 20)
 
@@ -48,15 +50,9 @@ def purge_offline(
     purged = {one.epoch: one.digest for one in namespaces if one.digest in found}
     living = {one.epoch for one in namespaces} - set(purged)
     _renew(index, set(digests))
-    leaving: list[Entry] = []
-    names: list[bytes] = []
-    others: list[Entry] = []
-    for name, entry in index.entries():
-        if entry is None or entry.epoch in living:
-            others += [entry] if entry is not None else []
-            continue
-        names.append(bytes(name))
-        leaving.append(entry)
+    positions, rows, _ = index.read()
+    stays = np.isin(rows["epoch"], np.array(list(living), np.int64))
+    leaving, others = entries_of(rows[~stays]), entries_of(rows[stays])
     free = _claimed_by_nobody_else(leaving, others, directory.geometry)
     slots: list[tuple[int, int]] = []
     for entry, is_free in zip(leaving, free, strict=True):
@@ -67,7 +63,7 @@ def purge_offline(
         if is_free:
             slots.append((entry.offset, directory.geometry.slot_bytes(entry.length)))
     _overwrite(directory.slab_path, sorted(slots))
-    index.remove(names)
+    index.remove(positions[~stays].tolist())
     return found
 
 

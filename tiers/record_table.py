@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-KEY_BYTES_MAX = 40  # whole words; a key has a hash of 16 or 32 bytes and a KV group
+KEY_BYTES_MAX = 36  # a hash of 16 or 32 bytes and a KV group
 WIDTH_BITS = 8
-WORDS = KEY_BYTES_MAX // 8 + 1
+KEY_WORDS = -(-KEY_BYTES_MAX // 8)
+WORDS = KEY_WORDS + 1
+NAME_BYTES = 8 * WORDS
 KEY_BYTES_MASK = (1 << WIDTH_BITS) - 1
 TAKEN = 0xFF  # the state of a row that is not filled yet
-_NAME_BYTES = 8 * WORDS
 
 
 def last_word(epoch: int, width: int) -> int:
@@ -46,7 +47,9 @@ def epochs_of(names: Array) -> Array:
 
 
 class Columns(NamedTuple):
-    """Records that are to be adopted, as columns of the table; sizes and offsets are int64."""
+    """What is known of some records, as columns of the table. For those to be adopted lengths,
+    offsets and sequences are int64.
+    """
 
     name: Array
     length: Array
@@ -58,6 +61,15 @@ class Columns(NamedTuple):
     def take(self, places: Array) -> Columns:
         """Those at these places, in this order."""
         return Columns(*(column[places] for column in self))
+
+
+def keys_of(columns: Columns) -> list[tuple[int, bytes]]:
+    """Epoch and key of each."""
+    widths = (columns.name[:, -1] & np.uint64(KEY_BYTES_MASK)).tolist()
+    epochs = epochs_of(columns.name).tolist()
+    names = [name.tobytes() for name in columns.name]
+    triples = zip(epochs, names, widths, strict=True)
+    return [(epoch, name[:width]) for epoch, name, width in triples]
 
 
 class RecordTable:
@@ -144,6 +156,17 @@ class RecordTable:
         self.state[:count] = state
         self.used = count
 
+    def columns(self, rows: Array) -> Columns:
+        """A copy of these rows."""
+        return Columns(
+            name=self.name[rows],
+            length=self.length[rows],
+            offset=self.offset[rows],
+            sequence=self.sequence[rows],
+            digest=self.digest[rows],
+            minute=self.minute[rows],
+        )
+
     def free(self, row: int) -> None:
         """Nobody has the row any more."""
         if not self.state_of[row]:
@@ -152,7 +175,7 @@ class RecordTable:
         self._free.append(row)
 
     def key(self, row: int) -> bytes:
-        start, width = row * _NAME_BYTES, self._words[(row + 1) * WORDS - 1] & KEY_BYTES_MASK
+        start, width = row * NAME_BYTES, self._words[(row + 1) * WORDS - 1] & KEY_BYTES_MASK
         return bytes(self._bytes[start : start + width])
 
     def epoch_of(self, row: int) -> int:

@@ -133,7 +133,9 @@ def test_p51_a_full_map_takes_the_tier_down_and_costs_nothing_that_was_committed
 ) -> None:
     """It cannot run full by the bound on records; here it is far too small for them."""
     small = 40 * PAGE
-    monkeypatch.setattr(opening, "DurableIndex", lambda path, _: DurableIndex(path, small))
+    monkeypatch.setattr(
+        opening, "DurableIndex", lambda path, _, each: DurableIndex(path, small, each)
+    )
     with ExitStack() as on_end:
         rig = Rig(tmp_path / "disk", on_end)
         rig.put(ROUNDS)

@@ -7,23 +7,27 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from contextlib import contextmanager
+from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
 import pytest
 from tests.disk_rig import StoreOnFiles
+from tests.index_rows import changed_index
 
 from ebbtide.testing import SimStore
 from ebbtide.tiers import slab
 from ebbtide.tiers.bounds import Bounds
-from ebbtide.tiers.index import RECORD, DurableIndex
 from ebbtide.tiers.reasons import Miss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
+
+    from ebbtide.tiers.index_page import Rows
 
 PAGE = 4096
+MISSES = (Miss.CORRUPT, Miss.NEVER_SEEN, Miss.OTHER_NAMESPACE)
 LENGTH = PAGE - 100
 SLOTS = 2048
 HASHES = 40
@@ -82,7 +86,7 @@ class Closed:
         self.draw = draw
         self._device = sim.device
         self.places = dict(self._find(sim))
-        self.index_path = f"{sim.disk_path}/index"
+        self.index_path = Path(str(sim.disk_path)) / "index"
 
     def _find(self, sim: SimStore) -> Iterator[tuple[Name, tuple[int, int]]]:
         disk = sim.store.disk
@@ -114,18 +118,13 @@ class Closed:
         self._device.resize(offset)
         self._device.resize(size)
 
-    def entries(self, change: Callable[[dict[Name, list[int | bytes]]], None]) -> None:
-        """Change the fields of index entries."""
-        index = DurableIndex(self.index_path, MIB)
-        with index._env.begin(write=True, db=index._records) as txn:
-            fields = {
-                name: list(RECORD.unpack(txn.get(epoch.to_bytes(4, "big") + name[1]) or b""))
-                for name, (epoch, _) in self.places.items()
-            }
-            change(fields)
-            for name, (epoch, _) in self.places.items():
-                txn.put(epoch.to_bytes(4, "big") + name[1], RECORD.pack(*fields[name]))
-        index.close()
+    @contextmanager
+    def rows(self) -> Iterator[tuple[Rows, dict[Name, int]]]:
+        """The index, to be changed, and where in it each record is."""
+        at = {place: name for name, place in self.places.items()}
+        with changed_index(self.index_path) as rows:
+            places = zip(rows["epoch"].tolist(), rows["offset"].tolist(), strict=True)
+            yield rows, {at[place]: number for number, place in enumerate(places)}
 
 
 def flip_bits(closed: Closed) -> set[Name]:
@@ -166,15 +165,33 @@ def swap_namespaces(closed: Closed) -> set[Name]:
     return found
 
 
-def exchange_entries(closed: Closed) -> set[Name]:
+def exchange_keys(closed: Closed) -> set[Name]:
     """Offset, length and digest of another key: an index that mixes two records up."""
     found = closed.some(DAMAGED)
+    with closed.rows() as (rows, at):
+        ones, twos = [at[name] for name in found[::2]], [at[name] for name in found[1::2]]
+        for field in ("epoch", "key"):
+            rows[field][ones + twos] = rows[field][twos + ones]
+    return set(found)
 
-    def change(fields: dict[Name, list[int | bytes]]) -> None:
+
+def exchange_rows(closed: Closed) -> set[Name]:
+    """Rows in each other's place: an index whose pages were mixed up."""
+    found = closed.some(DAMAGED)
+    with closed.rows() as (rows, at):
+        ones, twos = [at[name] for name in found[::2]], [at[name] for name in found[1::2]]
+        rows[ones + twos] = rows[twos + ones]
+    return set(found)
+
+
+def copy_keys(closed: Closed) -> set[Name]:
+    """Two rows that claim one key: the one stored last is asked for it."""
+    found = closed.some(DAMAGED)
+    with closed.rows() as (rows, at):
         for one, two in zip(found[::2], found[1::2], strict=True):
-            fields[one], fields[two] = fields[two], fields[one]
-
-    closed.entries(change)
+            for field in ("epoch", "key"):
+                rows[field][at[one]] = rows[field][at[two]]
+            rows["sequence"][at[one]] = rows["sequence"].max() + 1
     return set(found)
 
 
@@ -183,11 +200,8 @@ def point_elsewhere(closed: Closed) -> set[Name]:
     found = closed.some(DAMAGED)
     free = sorted(set(range(0, SLOTS * PAGE, PAGE)) - {at for _, at in closed.places.values()})
 
-    def change(fields: dict[Name, list[int | bytes]]) -> None:
-        for name, offset in zip(found, closed.draw.sample(free, DAMAGED), strict=True):
-            fields[name][4] = offset
-
-    closed.entries(change)
+    with closed.rows() as (rows, at):
+        rows["offset"][[at[name] for name in found]] = closed.draw.sample(free, DAMAGED)
     return set(found)
 
 
@@ -212,7 +226,9 @@ KINDS = [
     swap_slots,
     swap_groups,
     swap_namespaces,
-    exchange_entries,
+    exchange_keys,
+    exchange_rows,
+    copy_keys,
     point_elsewhere,
     keep_old_payload,
     truncate,
@@ -238,7 +254,7 @@ def test_p64_each_damage_is_a_counted_miss_and_costs_nothing_else(
             for key in keys():
                 (found,) = sim.get(namespace, [key])
                 if (space, key) in damaged:
-                    assert found in (Miss.CORRUPT, Miss.NEVER_SEEN), found
+                    assert found in MISSES, found
                 else:
                     assert found == sim.content(namespace, key, LENGTH)
         assert disk.down is None

@@ -20,7 +20,8 @@ from ebbtide.testing.conformance import key_of
 from ebbtide.tiers import directory
 from ebbtide.tiers.bounds import Bounds
 from ebbtide.tiers.directory import Directory, Geometry
-from ebbtide.tiers.index import DurableIndex, Entry, IndexBatch, StoredNamespace
+from ebbtide.tiers.index import DurableIndex, IndexBatch, StoredNamespace
+from ebbtide.tiers.index_page import Entry, rows_of_entries
 from ebbtide.tiers.opening import OpenDisk
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 PAGE = 4096
 MIB = 1 << 20
+SEGMENT_BYTES = 4 * MIB  # of a small capacity
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +133,7 @@ def test_p61_a_newer_format_is_refused_with_a_way_out_and_left_alone(tmp_path: P
     place = tmp_path / "disk"
     close(open_disk(place))
     fields = json.loads((place / "FORMAT").read_text())
-    text = json.dumps({**fields, "format": 2, "unheard_of": True})
+    text = json.dumps({**fields, "format": 3, "unheard_of": True})
     (place / "FORMAT").write_text(text)
     with pytest.raises(ConfigError, match="newer ebbtide") as caught:
         open_disk(place)
@@ -182,7 +184,7 @@ def test_format_says_what_the_documentation_says(tmp_path: Path) -> None:
         "slab_bytes",
         "index_bytes",
     ]
-    assert (fields["format"], fields["alignment"]) == (1, 4096)
+    assert (fields["format"], fields["alignment"]) == (2, 4096)
     assert bytes.fromhex(fields["directory"]).hex() == fields["directory"]
     assert len(fields["directory"]) == 32
 
@@ -234,9 +236,9 @@ def used_bytes(place: Path) -> int:
 def fill_index(place: Path, records: int) -> None:
     batch = IndexBatch()
     batch.put_namespace(StoredNamespace(bytes(32), 1, []))
-    for n in range(records):
-        batch.add(Entry(1, key_of(n), 0, PAGE, n * PAGE, n + 1, bytes(16)))
-    with closing(DurableIndex(str(place / "index"), 4 * MIB)) as index:
+    entries = [Entry(1, key_of(n), 0, PAGE, n * PAGE, n + 1, bytes(16)) for n in range(records)]
+    batch.add(rows_of_entries(entries))
+    with closing(DurableIndex(str(place / "index"), 8 * MIB, SEGMENT_BYTES)) as index:
         index.commit(batch)
         index.save_recency(np.arange(1, records + 1))
 
@@ -244,16 +246,15 @@ def fill_index(place: Path, records: int) -> None:
 def test_p61_a_smaller_capacity_shrinks_the_index_too(tmp_path: Path) -> None:
     """LMDB never gives file space back by itself."""
     place = tmp_path / "disk"
-    disk = OpenDisk(SimRuntime(1), str(place), 64 * MIB)
+    disk = OpenDisk(SimRuntime(1), str(place), 128 * MIB)
     close(disk)
-    fill_index(place, 10_000)
+    fill_index(place, 20_000)
     assert used_bytes(place / "index") > MIB
     disk = OpenDisk(SimRuntime(1), str(place), 16 * MIB)
     try:
         assert 0 < disk.tier.records <= disk.tier.records_max
         assert used_bytes(place) <= 16 * MIB
-        for n in range(2000):  # and what is left can still be rewritten
-            disk.tier._committer._batch.index.remove(1, key_of(n))
+        disk.tier.evict(range(disk.tier.records // 2), 1)  # what is left can still be rewritten
         answers: list[bool] = []
         disk.tier.flush(answers.append)
         disk.tier._runtime.settle()  # type: ignore[attr-defined]
@@ -267,8 +268,8 @@ def test_p60_an_opening_that_crashed_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash: str
 ) -> None:
     place = tmp_path / "disk"
-    close(OpenDisk(SimRuntime(1), str(place), 64 * MIB))
-    fill_index(place, 10_000)
+    close(OpenDisk(SimRuntime(1), str(place), 128 * MIB))
+    fill_index(place, 20_000)
 
     def fail(self: DurableIndex | Directory, *args: object) -> None:
         if isinstance(self, Directory):
@@ -306,7 +307,7 @@ def test_any_lmdb_error_while_opening_starts_empty(
 
     monkeypatch.setattr(DurableIndex, what.replace("restore", "recency"), fail_once)
     if what == "remove":
-        index = DurableIndex(str(place / "index"), MIB)
+        index = DurableIndex(str(place / "index"), MIB, MIB)
         with index._env.begin(write=True, db=index._records) as txn:
             txn.put(b"xxxxxxxx", b"bad")
         index.close()

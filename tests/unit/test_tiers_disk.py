@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
-from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 from tests.disk_rig import EPOCH, DiskRig
+from tests.index_rows import changed_index, key_in
 
 from ebbtide.testing import FAULTS, Fault, RecordingSink, SimStore
 from ebbtide.testing.conformance import key_of
 from ebbtide.testing.store import disk_bytes_for
 from ebbtide.tiers.bounds import Bounds
-from ebbtide.tiers.directory import INDEX_BYTES_MIN
-from ebbtide.tiers.index import DurableIndex, Entry, IndexBatch
 from ebbtide.tiers.reasons import Miss, Place
 from ebbtide.tiers.runtime import COMMIT, READ, WRITE
 
@@ -200,7 +199,7 @@ def test_p36_a_record_evicted_while_it_is_read_arrives_whole(sim: SimStore) -> N
 
 def test_p37_removing_what_the_index_does_not_hold_is_no_error(sim: SimStore) -> None:
     disk = disk_of(sim)
-    disk._committer.remove([(7, key_of(7))])
+    disk._committer.remove(np.array([7 * PAGE]), np.array([PAGE]))
     assert sim.flush()
     assert disk.down is None
 
@@ -377,10 +376,8 @@ def test_p21_a_record_of_an_unknown_codec_is_dropped_and_the_rest_is_served(tmp_
         assert rig.flush()
         record = rig.disk.tier.find(EPOCH, key_of(4))
         assert record is not None
-    changed = IndexBatch()
-    changed.add(Entry(EPOCH, record.key, 99, *record[3:]))
-    with closing(DurableIndex(str(place / "index"), INDEX_BYTES_MIN)) as index:
-        index.commit(changed)
+    with changed_index(place / "index") as rows:
+        rows["head"][[key_in(row) == record.key for row in rows]] |= 99  # its first byte
     with DiskRig(place, capacity, LENGTH) as rig:
         assert rig.disk.dropped == 1
         assert rig.held == {key_of(n) for n in (0, 1, 2, 3, 5)}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-import lmdb
 import pytest
 from tests.disk_rig import EPOCH, PAGE, DiskRig, StoreOnFiles
+from tests.index_rows import changed_index, key_in
 
 from ebbtide.errors import ConfigError
 from ebbtide.testing import FAULTS, Fault, SimStore
@@ -15,7 +15,6 @@ from ebbtide.testing.conformance import key_of
 from ebbtide.tiers import directory
 from ebbtide.tiers.bounds import Bounds
 from ebbtide.tiers.fsck import check_directory
-from ebbtide.tiers.index import RECORD
 from ebbtide.tiers.reasons import Miss, Place
 
 if TYPE_CHECKING:
@@ -145,13 +144,9 @@ def test_p81_a_length_or_a_place_that_cannot_be_never_reaches_a_copy(
     with StoreOnFiles(1, 64 * PAGE, **how) as sim:
         sim.put(sim.namespace(), keys, LENGTH)
         assert sim.drain()
-    with lmdb.open(str(place / "index"), max_dbs=4) as env:
-        records = env.open_db(b"records")
-        with env.begin(write=True, db=records) as txn:
-            (name,) = [bytes(name) for name, _ in txn.cursor() if bytes(name).endswith(keys[1])]
-            fields = list(RECORD.unpack(txn.get(name) or b""))
-            fields[3 if field == "length" else 4] = value
-            txn.put(name, RECORD.pack(*fields))
+    with changed_index(place / "index") as rows:
+        (at,) = [number for number, row in enumerate(rows) if key_in(row) == keys[1]]
+        rows[field][at] = value
     with StoreOnFiles(1, 64 * PAGE, **how) as sim:
         space = sim.namespace()
         found = sim.get(space, keys)

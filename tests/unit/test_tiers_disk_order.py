@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from ebbtide.testing import SimStore
@@ -14,7 +15,8 @@ from ebbtide.testing.conformance import key_of
 from ebbtide.tiers.bounds import Bounds
 from ebbtide.tiers.commit import Committer
 from ebbtide.tiers.disk import DiskTier
-from ebbtide.tiers.index import RECORD, DurableIndex, IndexBatch
+from ebbtide.tiers.index import DurableIndex, IndexBatch
+from ebbtide.tiers.index_page import are_records
 from ebbtide.tiers.runtime import COMMIT
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ebbtide.testing.faults import Operation
+    from ebbtide.tiers.index_page import Rows
 
 PAGE = 4096
 LENGTH = PAGE - 100  # padding, so that lengths and strides cannot be mixed up
@@ -35,7 +38,7 @@ class OrderCheck:
     """
 
     def __init__(self) -> None:
-        self.committed: dict[bytes, int] = {}  # LMDB key -> slab offset
+        self.committed: set[int] = set()  # offsets that entries name
         self.written: set[int] = set()  # offsets written since the last sync
         self.synced: set[int] = set()
         self.commits = 0
@@ -44,7 +47,7 @@ class OrderCheck:
     def on_operation(self, operation: Operation) -> None:
         if operation.name == "write":
             for offset in range(operation.offset, operation.offset + operation.length, PAGE):
-                assert offset not in self.committed.values(), f"{offset} belongs to an entry"
+                assert offset not in self.committed, f"{offset} belongs to an entry"
                 self.reused += offset in self.synced
                 self.written.add(offset)
         elif operation.name == "sync":
@@ -53,15 +56,15 @@ class OrderCheck:
 
     def on_commit(self, batch: IndexBatch) -> None:
         self.commits += 1
-        for name, packed in batch.records.items():
-            if packed is None:
-                self.committed.pop(name, None)
-            else:
-                offset = RECORD.unpack(packed)[4]
+        for rows in batch.changes:
+            for offset, is_record in zip(rows["offset"].tolist(), are_records(rows), strict=True):
+                if not is_record:
+                    self.committed.discard(offset)
+                    continue
                 assert offset in self.synced, f"{offset} is named before it was synced"
                 assert offset not in self.written, f"{offset} was written after its sync"
-                self.committed[name] = offset
-        assert len(set(self.committed.values())) == len(self.committed), "two entries, one slot"
+                assert offset not in self.committed, "two entries, one slot"
+                self.committed.add(offset)
 
 
 @pytest.fixture
@@ -158,36 +161,22 @@ def test_planted_reusing_a_slot_before_the_commit_is_seen(
     assert "belongs to an entry" in broken_by(sim)
 
 
-def test_planted_removing_last_in_a_batch_is_seen(
+def test_planted_additions_last_in_a_batch_are_seen(
     sim: SimStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A key that is evicted and put again in one batch must end as put."""
-    monkeypatch.setattr(DurableIndex, "commit", removals_last(DurableIndex.commit))
-    monkeypatch.setattr(IndexBatch, "add", add_beside_removals(IndexBatch.add))
+    """A record that is put and evicted in one batch must end as removed."""
+    joined = IndexBatch._joined
+
+    def additions_last(batch: IndexBatch) -> Rows:
+        rows = joined(batch)
+        return rows[np.argsort(are_records(rows), kind="stable")]
+
+    monkeypatch.setattr(IndexBatch, "_joined", additions_last)
     with pytest.raises(AssertionError):
-        evict_and_put_again_in_one_batch(sim)
+        put_and_evict_in_one_batch(sim)
 
 
-def removals_last(commit: Any) -> Any:
-    def wrong(index: DurableIndex, batch: IndexBatch) -> None:
-        commit(index, batch)
-        removed: set[bytes] = getattr(wrong, "removed", set())
-        index.remove(name for name in batch.records if name in removed)
-
-    return wrong
-
-
-def add_beside_removals(add: Any) -> Any:
-    def wrong(batch: IndexBatch, entry: Any) -> None:
-        removed = {name for name, packed in batch.records.items() if packed is None}
-        add(batch, entry)
-        again = {name for name in removed if batch.records[name] is not None}
-        DurableIndex.commit.removed = again  # type: ignore[attr-defined]
-
-    return wrong
-
-
-def evict_and_put_again_in_one_batch(sim: SimStore) -> None:
+def test_a_key_evicted_and_put_again_in_one_batch_ends_as_put(sim: SimStore) -> None:
     space, key = sim.namespace(), key_of(1)
     sim.put(space, [key], LENGTH)
     assert sim.drain()
@@ -208,11 +197,11 @@ def evict_and_put_again_in_one_batch(sim: SimStore) -> None:
     assert held(sim) == {key}
 
 
-def test_a_key_evicted_and_put_again_in_one_batch_ends_as_put(sim: SimStore) -> None:
-    evict_and_put_again_in_one_batch(sim)
-
-
 def test_a_key_put_and_evicted_in_one_batch_ends_as_removed(sim: SimStore) -> None:
+    put_and_evict_in_one_batch(sim)
+
+
+def put_and_evict_in_one_batch(sim: SimStore) -> None:
     space, key = sim.namespace(), key_of(1)
     sim.runtime.hold(COMMIT)
     sim.put(space, [key], LENGTH)

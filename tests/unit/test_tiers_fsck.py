@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -12,15 +11,16 @@ from typing import TYPE_CHECKING
 import lmdb
 import pytest
 from tests.disk_rig import DiskRig
+from tests.index_rows import changed_index, index_rows
 
 from ebbtide.errors import ConfigError
 from ebbtide.tiers.directory import Directory
 from ebbtide.tiers.fsck import check_directory
-from ebbtide.tiers.index import RECORD
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
+
+    from ebbtide.tiers.index_page import Rows
 
 PAGE = 4096
 MIB = 1 << 20
@@ -37,32 +37,8 @@ def place(tmp_path: Path) -> Path:
     return tmp_path / "disk"
 
 
-class Entries:
-    """The raw index of a directory."""
-
-    def __init__(self, place: Path) -> None:
-        self._env = lmdb.open(str(place / "index"), max_dbs=4)
-        self._db = self._env.open_db(b"records")
-
-    def __enter__(self) -> Entries:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._env.close()
-
-    def all(self) -> Iterator[tuple[bytes, bytes]]:
-        with self._env.begin(db=self._db) as txn:
-            yield from [(bytes(name), bytes(value)) for name, value in txn.cursor()]
-
-    def put(self, name: bytes, value: bytes) -> None:
-        with self._env.begin(write=True, db=self._db) as txn:
-            txn.put(name, value)
-
-
 def first_offset(place: Path) -> int:
-    with Entries(place) as entries:
-        _, value = next(entries.all())
-    return int(RECORD.unpack(value)[4])
+    return int(index_rows(place / "index")["offset"][0])
 
 
 def flip(place: Path, offset: int) -> None:
@@ -107,67 +83,78 @@ def test_a_bit_in_the_padding_is_nobodys(place: Path) -> None:
     assert check_directory(str(place)).is_sound
 
 
-def damaged_entries(values: list[tuple[bytes, bytes]], kind: str) -> dict[bytes, bytes]:
-    """Other values for two of the entries."""
-    (one, a), (two, b) = values[:2]
-    fields_a, fields_b = RECORD.unpack(a), RECORD.unpack(b)
+def damage(rows: Rows, kind: str) -> None:
+    """Change the first rows, or one."""
+    one, two = rows[0], rows[1]
     if kind == "swapped":  # each names the other's slot, all else is its own
-        return {
-            one: RECORD.pack(*fields_a[:4], fields_b[4], *fields_a[5:]),
-            two: RECORD.pack(*fields_b[:4], fields_a[4], *fields_b[5:]),
-        }
-    if kind == "exchanged":  # whole values: right digests under wrong keys
-        return {one: b, two: a}
-    if kind == "shared":
-        return {two: RECORD.pack(*fields_b[:4], fields_a[4], *fields_b[5:])}
-    if kind == "outside":
-        return {one: RECORD.pack(*fields_a[:4], 1 << 40, *fields_a[5:])}
-    if kind == "longer":
-        return {one: RECORD.pack(*fields_a[:3], LENGTH + 1, *fields_a[4:])}
-    if kind == "codec":
-        return {one: RECORD.pack(7, *fields_a[1:])}
-    assert kind == "short"
-    return {one: a[:-1]}
+        rows["offset"][:2] = two["offset"], one["offset"]
+    elif kind == "exchanged":  # right digests under wrong keys
+        rows["key"][:2] = rows["key"][:2][::-1].copy()
+    elif kind == "overlapping":  # where the second record of another size would be
+        two["length"] = 2 * PAGE
+        two["offset"] -= PAGE
+    elif kind == "outside":
+        one["offset"] = 1 << 40
+    elif kind == "longer":
+        one["length"] = LENGTH + 1
+    elif kind == "codec":
+        one["head"] |= 7
+    elif kind == "wide":
+        one["width"] = 200
+    else:
+        assert kind == "padding"
+        two["width"] = 20
 
 
 @pytest.mark.parametrize(
     ("kind", "bad"),
     [
-        ("swapped", {"corrupt": 2}),
+        ("swapped", {"misplaced": 2}),
         ("exchanged", {"corrupt": 2}),
-        ("shared", {"misplaced": 1}),
+        ("overlapping", {"misplaced": 1}),
         ("outside", {"misplaced": 1}),
         ("longer", {"corrupt": 1}),
         ("codec", {"unknown_codec": 1}),
-        ("short", {"malformed": 1}),
+        ("wide", {"malformed": 1}),
+        ("padding", {"malformed": 1}),
     ],
 )
 def test_p81_entries_that_are_not_right_are_told_apart_and_taken_out(
     place: Path, kind: str, bad: dict[str, int]
 ) -> None:
-    with Entries(place) as entries:
-        for name, value in damaged_entries(list(entries.all()), kind).items():
-            entries.put(name, value)
+    with changed_index(place / "index") as rows:
+        damage(rows, kind)
     report = check_directory(str(place), repair=True)
-    found = dict(report.bad)
-    if kind == "shared":  # the one that kept the slot may not be the one that wrote it
-        found.pop("corrupt", None)
-    assert found == bad
+    assert report.bad == bad
+    assert report.repaired == sum(bad.values())
+    after = check_directory(str(place))
+    assert after.is_sound
+    assert after.sound == RECORDS - report.repaired
+
+
+def test_p81_what_is_no_page_is_taken_out(place: Path) -> None:
+    with lmdb.open(str(place / "index"), max_dbs=4) as env:
+        pages = env.open_db(b"records")
+        with env.begin(write=True, db=pages) as txn:
+            ((name, value),) = [(bytes(name), bytes(value)) for name, value in txn.cursor()]
+            txn.put(name, value[:-1])
+            txn.put(b"of another length", value)
+            txn.put(b"\xff" * 8, value)  # a page that no slab has
+    report = check_directory(str(place), repair=True)
+    assert (report.bad, report.records, report.repaired) == ({"unreadable_page": 3}, 0, 3)
     assert check_directory(str(place)).is_sound
 
 
 def test_what_a_reset_left_is_no_corruption(place: Path) -> None:
-    with Entries(place) as entries:
-        name, value = next(entries.all())
-        entries.put(struct.pack(">I", 77) + name[4:], value)
+    with changed_index(place / "index") as rows:
+        rows["epoch"][0] = 77
     report = check_directory(str(place))
     assert report.is_sound
     assert report.garbage == 1
 
 
 def test_a_truncated_payload_file_is_found(place: Path) -> None:
-    with Entries(place) as entries:
-        offsets = sorted(RECORD.unpack(value)[4] for _, value in entries.all())
+    offsets = index_rows(place / "index")["offset"].tolist()
     os.truncate(place / "slab", offsets[RECORDS // 2] + 10)
     report = check_directory(str(place))
     assert not report.is_sound

@@ -19,36 +19,53 @@ from ebbtide.tiers.index import (
     MINUTE_MAX,
     RECENCY_CHUNK,
     DurableIndex,
-    Entry,
     IndexBatch,
     StoredNamespace,
     minute_of,
-    record_name,
 )
+from ebbtide.tiers.index_page import (
+    Entry,
+    are_formed,
+    are_records,
+    codecs_of,
+    columns_of,
+    entries_of,
+    positions_of,
+    rows_of,
+    rows_of_entries,
+)
+from ebbtide.tiers.record_table import keys_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 MAP_BYTES = 4 << 20
+STRIDE = 12_288  # of `ENTRY`
 KEY = bytes(range(32)) + (7).to_bytes(4, "big")  # block hash + KV group
 ENTRY = Entry(
     epoch=0x01020304,
     key=KEY,
     codec=0,
     length=10_496,
-    offset=0x1_0000_3000,
+    offset=0x1_0010_2000,
     sequence=0x0A0B,
     digest=bytes(range(0xF0, 0x100)),
     minute=0x2F_1E0D,
 )
 # As `docs/disk-format.md` has it: nothing here is computed by the code under test.
-GOLDEN_NAME = "01020304" + bytes(range(32)).hex() + "00000007"
-GOLDEN_VALUE = (
+SEGMENT_BYTES = 4 << 20
+GOLDEN_PAGE = "0000000004000001"  # segment 1024; of its slots the 52nd to the 102nd
+GOLDEN_NUMBER = 35  # slot 86
+GOLDEN_ROW = (
+    bytes(range(32)).hex()  # block hash
+    + "00000007"  # KV group
     "00"  # codec
     "0d1e2f"  # minute
+    "04030201"  # epoch
     "00290000"  # length
-    "0030000001000000"  # offset
-    "0b0a000000000000"  # sequence
+    "0020100001000000"  # offset
+    "0b0a0000000000"  # sequence
+    "24"  # bytes of the key
     "f0f1f2f3f4f5f6f7f8f9fafbfcfdfeff"  # digest
 )
 
@@ -66,16 +83,84 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "index"
 
 
-def test_p52_a_value_of_the_index_is_these_40_bytes(path: Path) -> None:
+def batch_of(*entries: Entry) -> IndexBatch:
     batch = IndexBatch()
-    batch.add(ENTRY)
-    assert {n.hex(): (v or b"").hex() for n, v in batch.records.items()} == {
-        GOLDEN_NAME: GOLDEN_VALUE
+    batch.add(rows_of_entries(entries))
+    return batch
+
+
+def remove(batch: IndexBatch, *entries: Entry) -> None:
+    offsets = np.array([entry.offset for entry in entries])
+    batch.remove(offsets, np.array([entry.length for entry in entries]))
+
+
+def neighbour(distance: int) -> Entry:
+    """What could lie so many slots behind `ENTRY`."""
+    return ENTRY._replace(
+        key=bytes([distance % 256]) * 20,
+        offset=ENTRY.offset + distance * STRIDE,
+        sequence=ENTRY.sequence + distance,
+    )
+
+
+def test_p52_a_row_of_the_index_is_these_80_bytes(path: Path) -> None:
+    with closing(DurableIndex(str(path), MAP_BYTES, SEGMENT_BYTES)) as index:
+        index.commit(batch_of(ENTRY))
+        assert index.entries() == [ENTRY]
+    page = bytes(80 * GOLDEN_NUMBER) + bytes.fromhex(GOLDEN_ROW)
+    assert raw(path, b"records") == {bytes.fromhex(GOLDEN_PAGE): page}
+
+
+def test_a_page_has_51_slots_and_ends_with_its_last_record(path: Path) -> None:
+    first = -GOLDEN_NUMBER  # of the page
+    with closing(DurableIndex(str(path), MAP_BYTES, SEGMENT_BYTES)) as index:
+        index.commit(batch_of(*(neighbour(n) for n in range(first - 1, first + 52))))
+        assert len(index.entries()) == 53
+    name = int(GOLDEN_PAGE, 16)
+    found = raw(path, b"records")
+    assert {int.from_bytes(page, "big"): len(value) // 80 for page, value in found.items()} == {
+        name - 1: 51,  # one record, in the last row
+        name: 51,
+        name + 1: 1,
     }
-    with closing(DurableIndex(str(path), MAP_BYTES)) as index:
+    with closing(DurableIndex(str(path), MAP_BYTES, SEGMENT_BYTES)) as index:
+        batch = IndexBatch()
+        remove(batch, *(neighbour(n) for n in range(first - 1, first + 52) if n != first))
         index.commit(batch)
-        assert [entry for _, entry in index.entries()] == [ENTRY]
-    assert raw(path, b"records") == {bytes.fromhex(GOLDEN_NAME): bytes.fromhex(GOLDEN_VALUE)}
+        assert index.entries() == [neighbour(first)]
+    assert [len(value) for value in raw(path, b"records").values()] == [80]
+
+
+def test_a_page_fills_one_of_lmdbs(path: Path) -> None:
+    """With 16 bytes of LMDB's own: one more row would double what a change costs."""
+    with closing(DurableIndex(str(path), MAP_BYTES, SEGMENT_BYTES)) as index:
+        first = -GOLDEN_NUMBER
+        index.commit(batch_of(*(neighbour(n) for n in range(first, first + 51))))
+        with index._env.begin() as txn:
+            assert txn.stat(index._records)["overflow_pages"] == 1
+
+
+@pytest.mark.parametrize("codec", [0, 1, 255])
+@pytest.mark.parametrize("width", [1, 20, 36])
+def test_rows_say_what_was_said_to_them(codec: int, width: int) -> None:
+    entry = ENTRY._replace(key=KEY[:width], codec=codec, sequence=2**56 - 1, minute=MINUTE_MAX)
+    rows = rows_of_entries([entry, ENTRY])
+    assert entries_of(rows) == [entry, ENTRY]
+    assert codecs_of(rows).tolist() == [codec, 0]
+    assert are_records(rows).all()
+    assert are_formed(rows).all()
+    raw_only = rows_of_entries([entry._replace(codec=0), ENTRY])
+    assert rows_of(columns_of(raw_only)).tobytes() == raw_only.tobytes()
+
+
+def test_a_slot_that_cannot_be_has_no_position() -> None:
+    impossible = [
+        ENTRY._replace(offset=ENTRY.offset + 4096),
+        ENTRY._replace(length=0),
+        ENTRY._replace(offset=2**64 - 4096),
+    ]
+    positions = positions_of(rows_of_entries([ENTRY, *impossible]), SEGMENT_BYTES)
+    assert positions.tolist() == [int(GOLDEN_PAGE, 16) * 64 + GOLDEN_NUMBER, -1, -1, -1]
 
 
 def test_an_age_is_minutes_and_a_clock_that_is_not_set_tells_none() -> None:
@@ -84,16 +169,11 @@ def test_an_age_is_minutes_and_a_clock_that_is_not_set_tells_none() -> None:
     assert minute_of(CLOCK_START_S + 60 * 2**25) == MINUTE_MAX
 
 
-def test_epochs_sort_in_order(path: Path) -> None:
-    names = [record_name(epoch, KEY) for epoch in (1, 2, 255, 256, 65_536, 2**32 - 1)]
-    assert names == sorted(names)
-
-
 def test_a_namespace_is_a_cbor_map(path: Path) -> None:
     stored = StoredNamespace(bytes(32), 9, [["format", 1], ["layers", ["0", "1"]]])
     batch = IndexBatch()
     batch.put_namespace(stored)
-    with closing(DurableIndex(str(path), MAP_BYTES)) as index:
+    with closing(DurableIndex(str(path), MAP_BYTES, SEGMENT_BYTES)) as index:
         index.commit(batch)
         assert index.namespaces() == [stored]
     (value,) = raw(path, b"namespaces").values()
@@ -105,44 +185,75 @@ def test_a_namespace_is_a_cbor_map(path: Path) -> None:
     "value", [b"", b"\xff", b"\x01", cbor2.dumps({"epoch": "x", "descriptor": []}), b"\xa0"]
 )
 def test_a_namespace_that_cannot_be_read_is_left_out(path: Path, value: bytes) -> None:
-    with closing(DurableIndex(str(path), MAP_BYTES)) as index:
+    with closing(DurableIndex(str(path), MAP_BYTES, SEGMENT_BYTES)) as index:
         with index._env.begin(write=True, db=index._namespaces) as txn:
             txn.put(bytes(32), value)
         assert index.namespaces() == []
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [(b"\0\0\0\1", bytes(40)), (b"\0\0\0\1k", bytes(39)), (b"k", b"")]
+    ("name", "value"),
+    [
+        (bytes(7), bytes(80)),
+        (bytes(8), bytes(79)),
+        (bytes(8), bytes(80 * 52)),
+        (b"\1" + bytes(7), bytes(80)),
+        (b"k", b""),
+    ],
 )
-def test_an_entry_of_the_wrong_form_is_none(path: Path, name: bytes, value: bytes) -> None:
-    with closing(DurableIndex(str(path), MAP_BYTES)) as index:
+def test_what_is_no_page_is_told_apart(path: Path, name: bytes, value: bytes) -> None:
+    with closing(DurableIndex(str(path), MAP_BYTES, SEGMENT_BYTES)) as index:
         with index._env.begin(write=True, db=index._records) as txn:
             txn.put(name, value)
-        assert list(index.entries()) == [(name, None)]
-        index.remove([name, b"never there"])
-        assert list(index.entries()) == []
+        assert index.read().unreadable == [name]
+        assert index.entries() == []
+        index.remove([], [name, b"never there"])
+        assert index.read().unreadable == []
 
 
-def test_the_last_operation_on_a_key_wins(path: Path) -> None:
-    later = ENTRY._replace(offset=8192)
-    with closing(DurableIndex(str(path), MAP_BYTES)) as index:
-        batch = IndexBatch()
-        batch.add(ENTRY)
-        batch.remove(ENTRY.epoch, KEY)
-        batch.add(later)
+def test_a_page_that_is_none_is_written_anew(path: Path) -> None:
+    with closing(DurableIndex(str(path), MAP_BYTES, SEGMENT_BYTES)) as index:
+        with index._env.begin(write=True, db=index._records) as txn:
+            txn.put(bytes.fromhex(GOLDEN_PAGE), b"x")
+        index.commit(batch_of(ENTRY))
+        assert index.entries() == [ENTRY]
+
+
+def test_records_are_removed_where_they_were_read(path: Path) -> None:
+    """Not where they say that they lie: what they say may be why they are removed."""
+    entries = [neighbour(n) for n in range(-40, 60)]
+    with closing(DurableIndex(str(path), MAP_BYTES, SEGMENT_BYTES)) as index:
+        index.commit(batch_of(*entries))
+        with index._env.begin(write=True, db=index._records) as txn:
+            found = [(bytes(name), bytes(value)) for name, value in txn.cursor()]
+            for (_, value), (name, _) in zip(found, reversed(found), strict=True):
+                txn.put(name, value)  # the pages change places
+        positions, rows, _ = index.read()
+        kept = rows["sequence"] % 3 == 0
+        index.remove(positions[~kept].tolist())
+        assert index.entries() == entries_of(rows[kept])
+
+
+def test_the_last_operation_on_a_slot_wins(path: Path) -> None:
+    later = ENTRY._replace(key=KEY[::-1], sequence=99)
+    with closing(DurableIndex(str(path), MAP_BYTES, SEGMENT_BYTES)) as index:
+        batch = batch_of(ENTRY)
+        remove(batch, ENTRY)
+        batch.add(rows_of_entries([later]))
+        assert keys_of(batch.added()) == [(later.epoch, later.key)]
         index.commit(batch)
-        assert [entry for _, entry in index.entries()] == [later]
-        batch = IndexBatch()
-        batch.add(ENTRY)
-        batch.remove(ENTRY.epoch, KEY)
+        assert index.entries() == [later]
+        batch = batch_of(ENTRY)
+        remove(batch, ENTRY)
+        assert keys_of(batch.added()) == []
         index.commit(batch)
-        assert list(index.entries()) == []
+        assert index.entries() == []
 
 
 @pytest.mark.parametrize("count", [0, 1, RECENCY_CHUNK, RECENCY_CHUNK + 1])
 def test_recency_is_packed_sequences_in_chunks_coldest_first(path: Path, count: int) -> None:
     sequences = list(range(count, 0, -1))
-    with closing(DurableIndex(str(path), MAP_BYTES)) as index:
+    with closing(DurableIndex(str(path), MAP_BYTES, SEGMENT_BYTES)) as index:
         index.save_recency(np.arange(3 * RECENCY_CHUNK))
         index.save_recency(np.array(sequences))
         assert index.recency().tolist() == sequences
@@ -153,7 +264,7 @@ def test_recency_is_packed_sequences_in_chunks_coldest_first(path: Path, count: 
 
 
 def test_the_clean_mark_is_a_one(path: Path) -> None:
-    with closing(DurableIndex(str(path), MAP_BYTES)) as index:
+    with closing(DurableIndex(str(path), MAP_BYTES, SEGMENT_BYTES)) as index:
         assert not index.was_clean()
         index.mark_clean(True)
         assert index.was_clean()
@@ -164,13 +275,12 @@ def test_the_clean_mark_is_a_one(path: Path) -> None:
 
 
 def test_a_batch_is_committed_whole_or_not_at_all(path: Path) -> None:
-    batch = IndexBatch()
-    batch.add(ENTRY)
-    batch.records[bytes(600)] = bytes(40)  # longer than an LMDB key may be
-    with closing(DurableIndex(str(path), MAP_BYTES)) as index:
-        with pytest.raises(lmdb.BadValsizeError):
+    batch = batch_of(ENTRY._replace(offset=-1 % 2**64))  # after the namespace: no page has it
+    batch.put_namespace(StoredNamespace(bytes(32), 9, []))
+    with closing(DurableIndex(str(path), MAP_BYTES, SEGMENT_BYTES)) as index:
+        with pytest.raises(OverflowError):
             index.commit(batch)
-        assert list(index.entries()) == []
+        assert index.namespaces() == []
 
 
 def test_p57_every_commit_syncs_data_and_meta_page(
@@ -184,7 +294,7 @@ def test_p57_every_commit_syncs_data_and_meta_page(
         return real(place, **options)
 
     monkeypatch.setattr(lmdb, "open", recorded)
-    DurableIndex(str(path), MAP_BYTES).close()
+    DurableIndex(str(path), MAP_BYTES, SEGMENT_BYTES).close()
     assert settings["sync"] is True
     assert settings["metasync"] is True
     assert "writemap" not in settings

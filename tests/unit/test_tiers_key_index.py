@@ -48,7 +48,7 @@ def drop(index: KeyIndex, table: RecordTable, row: int) -> None:
 def weak_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     """All keys have one of four places, and the same tag."""
     monkeypatch.setattr(key_index, "_hash_one", lambda epoch, key: key[0] & 3)
-    monkeypatch.setattr(key_index, "_hash", lambda names: names[:, 0] & np.uint64(3))
+    monkeypatch.setattr(key_index, "hashes_of", lambda names: names[:, 0] & np.uint64(3))
 
 
 @pytest.mark.parametrize("width", [1, 20, 36, KEY_BYTES_MAX])
@@ -56,7 +56,7 @@ def test_one_key_and_many_hash_alike(width: int) -> None:
     draw = Random(width)
     for epoch in (0, 1, 2**32 - 1):
         keys = [draw.randbytes(width) for _ in range(50)]
-        many = key_index._hash(names_of(epoch, b"".join(keys), width))
+        many = key_index.hashes_of(names_of(epoch, b"".join(keys), width))
         assert many.tolist() == [key_index._hash_one(epoch, key) for key in keys]
 
 

@@ -11,14 +11,16 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.disk_rig import EPOCH, NAMESPACE, DiskRig, payload_of
+from tests.disk_rig import NAMESPACE, DiskRig, payload_of
+from tests.index_rows import changed_index, index_rows
 
 from ebbtide.chosen import choose
 from ebbtide.errors import ConfigError, TierUnavailableError
 from ebbtide.testing.conformance import key_of
 from ebbtide.tiers.directory import Directory
 from ebbtide.tiers.fsck import check_directory
-from ebbtide.tiers.index import DurableIndex, Entry, IndexBatch, StoredNamespace
+from ebbtide.tiers.index import DurableIndex, IndexBatch, StoredNamespace
+from ebbtide.tiers.index_page import Entry, entries_of, rows_of_entries
 from ebbtide.tiers.offline import open_offline
 from ebbtide.tiers.purge_offline import Purged, purge_offline
 
@@ -42,17 +44,15 @@ def place(tmp_path: Path) -> Path:
 
 
 def entries(place: Path) -> list[Entry]:
-    with closing(DurableIndex(str(place / "index"), MIB)) as index:
-        return [entry for _, entry in index.entries() if entry is not None]
+    return entries_of(index_rows(place / "index"))
 
 
 def change(place: Path, *added: Entry, namespace: StoredNamespace | None = None) -> None:
-    with closing(DurableIndex(str(place / "index"), MIB)) as index:
+    with closing(DurableIndex(str(place / "index"), MIB, MIB)) as index:
         batch = IndexBatch()
         if namespace is not None:
             batch.put_namespace(namespace)
-        for entry in added:
-            batch.add(entry)
+        batch.add(rows_of_entries(added))
         index.commit(batch)
 
 
@@ -87,8 +87,6 @@ def test_nothing_is_left_and_the_directory_is_sound(place: Path) -> None:
 def test_another_namespace_is_left_alone(place: Path) -> None:
     lent = entries(place)[:5]
     change(place, *(entry._replace(epoch=7) for entry in lent), namespace=OTHER)
-    with closing(DurableIndex(str(place / "index"), MIB)) as index:
-        index.remove([name for name, e in index.entries() if e and e.epoch == EPOCH and e in lent])
     before = {entry.offset: read(place, entry) for entry in lent}
     assert purge(place).disk_records == RECORDS - 5
     assert {entry.offset: read(place, entry) for entry in lent} == before
@@ -105,9 +103,11 @@ def read(place: Path, entry: Entry) -> bytes:
 
 @pytest.mark.parametrize("shift", [-2 * PAGE, 0, 2 * PAGE])
 def test_a_slot_that_another_entry_claims_too_is_not_overwritten(place: Path, shift: int) -> None:
-    mine = sorted(entries(place), key=lambda entry: entry.offset)[RECORDS // 2]
-    claim = mine._replace(epoch=7, offset=mine.offset + shift, sequence=999)
-    change(place, claim, namespace=OTHER)
+    change(place, namespace=OTHER)
+    with changed_index(place / "index") as rows:
+        rows["epoch"][0] = 7
+        rows["offset"][0] = int(rows["offset"][RECORDS // 2]) + shift
+    (claim,) = [entry for entry in entries(place) if entry.epoch == 7]
     before = read(place, claim)
     assert purge(place).kept_slots == (1 if shift == 0 else 2)
     assert read(place, claim) == before
@@ -115,8 +115,8 @@ def test_a_slot_that_another_entry_claims_too_is_not_overwritten(place: Path, sh
 
 def test_a_slot_outside_the_file_is_not_written(place: Path) -> None:
     size = (place / "slab").stat().st_size
-    mine = entries(place)[0]
-    change(place, mine._replace(offset=size), mine._replace(key=b"k" * 36, offset=(1 << 64) - PAGE))
+    with changed_index(place / "index") as rows:
+        rows["offset"][:2] = size, (1 << 64) - PAGE
     assert purge(place).kept_slots == 2
     assert (place / "slab").stat().st_size == size
     assert entries(place) == []

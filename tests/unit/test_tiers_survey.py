@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.disk_rig import DiskRig
+from tests.index_rows import changed_index
 
 from ebbtide.errors import ConfigError, EbbtideError, NoSpaceError
 from ebbtide.testing.conformance import key_of
 from ebbtide.tiers import survey as survey_module
 from ebbtide.tiers.directory import Directory
 from ebbtide.tiers.disk_record import DiskState
-from ebbtide.tiers.index import DurableIndex, IndexBatch
 from ebbtide.tiers.offline import survey_directory
 from ebbtide.tiers.record_table import RecordTable
 from ebbtide.tiers.survey import Held, count_rows, describe
@@ -215,12 +215,8 @@ def test_without_a_store_the_index_is_read(place: Path) -> None:
 
 
 def test_records_of_an_older_ebbtide_have_no_age(place: Path) -> None:
-    with closing(DurableIndex(str(place / "index"), MIB)) as index:
-        batch = IndexBatch()
-        for _, entry in list(index.entries()):
-            assert entry is not None
-            batch.add(entry._replace(minute=0))
-        index.commit(batch)
+    with changed_index(place / "index") as rows:
+        rows["head"] = 0
     (namespace,) = survey_directory(str(place))["namespaces"]
     assert (namespace["oldest_s"], namespace["newest_s"]) == (None, None)
     assert "10 records" in command(str(place)).stdout
