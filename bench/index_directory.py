@@ -16,7 +16,12 @@ import numpy as np
 
 from ebbtide.errors import EbbtideError
 from ebbtide.tiers.digest import record_digest, record_seed
-from ebbtide.tiers.directory import INDEX_BYTES_PER_RECORD, INDEX_SHARE, Geometry
+from ebbtide.tiers.directory import (
+    INDEX_BYTES_MIN,
+    INDEX_BYTES_PER_RECORD,
+    INDEX_SHARE,
+    Geometry,
+)
 from ebbtide.tiers.disk_record import Put
 from ebbtide.tiers.index import DurableIndex, IndexBatch, StoredNamespace
 from ebbtide.tiers.index_page import CODEC_RAW, Entry, rows_of_entries
@@ -42,7 +47,7 @@ def key_of(number: int) -> bytes:
 
 def capacity_bytes(records: int) -> int:
     """What allows so many records."""
-    return INDEX_SHARE * INDEX_BYTES_PER_RECORD * (records + 1)
+    return INDEX_SHARE * max(INDEX_BYTES_MIN, INDEX_BYTES_PER_RECORD * (records + 1))
 
 
 def until(runtime: ThreadRuntime, condition: Callable[[], bool]) -> None:

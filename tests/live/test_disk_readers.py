@@ -132,7 +132,7 @@ def test_p51_a_full_map_takes_the_tier_down_and_costs_nothing_that_was_committed
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It cannot run full by the bound on records; here it is far too small for them."""
-    small = 40 * PAGE
+    small = 24 * PAGE
     monkeypatch.setattr(
         opening, "DurableIndex", lambda path, _, each: DurableIndex(path, small, each)
     )

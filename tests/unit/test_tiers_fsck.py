@@ -103,7 +103,7 @@ def damage(rows: Rows, kind: str) -> None:
         one["width"] = 200
     else:
         assert kind == "padding"
-        two["width"] = 20
+        two["key"], two["width"] = b"k" * 36, 20
 
 
 @pytest.mark.parametrize(
