@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import shutil
 import stat
@@ -15,6 +16,8 @@ from dataclasses import asdict, dataclass
 from ebbtide.errors import ConfigError, TierUnavailableError
 from ebbtide.tiers.lock_file import owner_text, read_lock, read_owner, write_lock
 from ebbtide.tiers.segments import ALIGNMENT_BYTES, segment_bytes_for
+
+_log = logging.getLogger("ebbtide.tiers")
 
 FORMAT = 2
 SMALL_FILES_BYTES = 64 << 10
@@ -102,7 +105,12 @@ class Directory:
             if capacity_bytes is None and kept is not None:
                 self.geometry = kept
             elif capacity_bytes is None:
-                raise ConfigError("The directory's FORMAT cannot be read", path=path)
+                raise ConfigError(
+                    "The directory's FORMAT cannot be read, or is an earlier one",
+                    next_step="A store that starts on it begins empty.",
+                    path=path,
+                    known=FORMAT,
+                )
             else:
                 self.geometry = Geometry.plan(capacity_bytes, kept)
             self.is_new = kept is None
@@ -203,6 +211,9 @@ class Directory:
                     format=found,
                     known=FORMAT,
                 )
+            if found < FORMAT:
+                _log.warning("%s is of format %d: the disk tier starts empty", self.path, found)
+                return None
             kept = Geometry(**fields)
             return kept if kept.is_possible else None
         except FileNotFoundError:

@@ -20,6 +20,7 @@ from ebbtide.testing.conformance import key_of
 from ebbtide.tiers import directory
 from ebbtide.tiers.bounds import Bounds
 from ebbtide.tiers.directory import Directory, Geometry
+from ebbtide.tiers.fsck import check_directory
 from ebbtide.tiers.index import DurableIndex, IndexBatch, StoredNamespace
 from ebbtide.tiers.index_page import Entry, rows_of_entries
 from ebbtide.tiers.opening import OpenDisk
@@ -171,6 +172,24 @@ def test_an_unreadable_format_starts_over(tmp_path: Path, damage: str | dict[str
     assert now["directory"] != good["directory"]
     assert {**now, "directory": ""} == {**good, "directory": ""}
     close(disk)
+
+
+def test_p61_a_directory_of_format_1_starts_empty_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = tmp_path / "disk"
+    with SimStore(1, 16 * PAGE, disk_path=str(place), slab_bytes=64 * PAGE) as sim:
+        sim.put(sim.namespace(), [key_of(1)], PAGE)
+        sim.drain()
+    fields = json.loads((place / "FORMAT").read_text())
+    (place / "FORMAT").write_text(json.dumps({**fields, "format": 1}))
+    with pytest.raises(ConfigError, match="an earlier one"):
+        check_directory(str(place))
+    disk = open_disk(place)
+    assert disk.tier.records == 0
+    close(disk)
+    assert "is of format 1: the disk tier starts empty" in caplog.text
+    assert json.loads((place / "FORMAT").read_text())["format"] == 2
 
 
 def test_format_says_what_the_documentation_says(tmp_path: Path) -> None:

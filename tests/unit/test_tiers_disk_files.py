@@ -74,7 +74,7 @@ def test_p59_of_six_blocks_of_which_the_fourth_fails_three_are_seen_before_and_a
 
 
 def test_p52_records_of_all_sizes_that_come_and_go_let_no_file_grow(tmp_path: Path) -> None:
-    """The index has 40 bytes of each, whatever its size, so LMDB never looks for room in a row."""
+    """The index has 80 bytes of each, whatever its size, so LMDB never looks for room in a row."""
     place, draw = tmp_path / "disk", Random(52)
     slab_bytes = 16 * MIB  # four segments
     with SimStore(
