@@ -174,7 +174,7 @@ def test_an_unreadable_format_starts_over(tmp_path: Path, damage: str | dict[str
     close(disk)
 
 
-def test_p61_a_directory_of_format_1_starts_empty_and_says_so(
+def test_a_directory_of_format_1_starts_empty_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     place = tmp_path / "disk"

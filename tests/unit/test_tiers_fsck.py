@@ -132,7 +132,7 @@ def test_p81_entries_that_are_not_right_are_told_apart_and_taken_out(
     assert after.sound == RECORDS - report.repaired
 
 
-def test_p81_what_is_no_page_is_taken_out(place: Path) -> None:
+def test_what_is_no_page_is_taken_out(place: Path) -> None:
     with lmdb.open(str(place / "index"), max_dbs=4) as env:
         pages = env.open_db(b"records")
         with env.begin(write=True, db=pages) as txn:
