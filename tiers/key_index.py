@@ -28,6 +28,7 @@ ENTRIES_MIN = 1 << 10
 MOVE_EVERY = 32  # additions
 MOVE_ENTRIES = 1 << 10
 SCALAR_MAX = 24  # keys that are asked faster one by one
+INDEXED_MAX = 512  # rows: `take` is faster, but lets other threads in, however few it takes
 
 _EMPTY = 0
 _GONE = 0xFFFF_FFFF  # was an entry; probing goes on behind it. Neither has a tag
@@ -80,7 +81,11 @@ class KeyIndex:
             left = np.flatnonzero(rows == NO_ROW)
             rows[left] = self._probe_many(self._old, hashes[left])
         found = np.flatnonzero(rows != NO_ROW)
-        differ = self._table.name.take(rows[found], axis=0, mode="clip") != names[found]
+        held = self._table.name
+        if len(found) <= INDEXED_MAX:
+            differ = held[rows[found]] != names[found]
+        else:
+            differ = held.take(rows[found], axis=0, mode="clip") != names[found]
         if differ.any():  # another key of the same tag: look behind it
             for number in found[differ.any(1)].tolist():
                 rows[number] = self.find(epoch, keys[number])
@@ -157,12 +162,18 @@ class KeyIndex:
         mask = len(entries) - 1
         tags = _tags(hashes)
         positions = (hashes & np.uint64(mask)).astype(np.int64)
-        found = entries.take(positions, mode="clip")
+        found = entries[positions]
         todo = np.flatnonzero((found >> np.uint64(32) != tags) & (found != _EMPTY))
-        while len(todo):
+        while len(todo) > SCALAR_MAX:
             positions[todo] = (positions[todo] + 1) & mask
-            entry = found[todo] = entries.take(positions[todo], mode="clip")
+            entry = found[todo] = entries[positions[todo]]
             todo = todo[(entry >> np.uint64(32) != tags[todo]) & (entry != _EMPTY)]
+        one = entries.data
+        for number in todo.tolist():  # long ways, that few have to go
+            position, tag = int(positions[number]), int(tags[number])
+            while (entry := one[position]) != _EMPTY and entry >> 32 != tag:
+                position = (position + 1) & mask
+            found[number] = entry
         return (found & np.uint64(_ROW_MASK)).astype(np.int64) - 1
 
     def _move(self, count: int) -> None:
