@@ -21,7 +21,6 @@ from tests.controls import (
     Rig,
     answers,
     conversations,
-    one_thread,
     tokens,
 )
 
@@ -36,6 +35,8 @@ if TYPE_CHECKING:
     from ebbtide.connectors.seam import WorkerReport
     from ebbtide.tiers.device import CopyJob
 
+pytestmark = pytest.mark.usefixtures("single_thread")
+
 DEEP = replace(TINY, num_layers=4)
 WINDOWED = replace(DEEP, window_tokens=40)
 MIXED = replace(DEEP, window_tokens=40, all_layers_windowed=False)
@@ -43,12 +44,6 @@ MODELS = pytest.mark.parametrize(
     "model", [DEEP, WINDOWED, MIXED], ids=["full", "windowed", "mixed"]
 )
 PROMPT = tokens(150, 3)  # nine blocks and six tokens
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def plain(model: ModelConfig, prompts: Sequence[list[int]]) -> list[tuple[int, ...]]:
