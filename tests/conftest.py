@@ -16,6 +16,8 @@ from tests.leaks import leaked_tasks, leaks_since, take_snapshot
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
+    from tests.controls import Reference
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
@@ -58,3 +60,23 @@ def traces_dir() -> Path:
     if not place.is_dir():
         pytest.skip(f"NO TRACES: {place} is no directory; set EBBTIDE_TRACES to one with traces")
     return place
+
+
+# Tests of an engine start from these. The rest of the tests need no tensors, hence the late import.
+
+
+@pytest.fixture(scope="module")
+def single_thread() -> Iterator[None]:
+    """Every test of a module computes its products in one thread."""
+    from tests.controls import one_thread
+
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    """The right answers of the smallest model, each computed once in a module."""
+    from tests.controls import Reference
+
+    return Reference()

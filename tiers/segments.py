@@ -1,26 +1,24 @@
 """Slots for records of any size on one medium: the arena and the slab file use the same class.
 
 The medium is divided into segments; a segment serves slots of one *stride* (record length
-rounded up to the alignment) at a time. A size without space takes a free segment, else it evicts
-its own coldest record or drains the segment that is coldest over all namespaces, whichever is
-colder. Namespaces with a quota have an order of eviction each: `tiers.shares` says which of them
-may lose records. This class does the arithmetic and the order; it knows no bytes, no keys and no
-I/O.
+rounded up to the alignment) at a time. A size without space takes a free segment; where none is
+left, somebody must be evicted first: `tiers.eviction` says who. This class does the arithmetic; it
+knows no bytes, no keys and no I/O.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import Counter, OrderedDict
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
 
 from ebbtide.errors import ConfigError, MisuseError
+from ebbtide.tiers.eviction import Eviction
 from ebbtide.tiers.policy import LRU, RecencyClock
 from ebbtide.tiers.shares import COMMON, Shares
-from ebbtide.tiers.slot_class import Segment, SlotClass
+from ebbtide.tiers.slot_class import Owner, Segment, SlotClass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -32,10 +30,6 @@ ALIGNMENT_BYTES = 4096
 SEGMENT_BYTES_MAX = 64 << 20
 SEGMENT_BYTES_MIN = 4 << 20
 SEGMENTS_WANTED = 16  # a small medium is cut into about this many segments
-SCAN_MAX = 256  # how far an eviction looks past records that cannot go right now
-
-
-Owner = TypeVar("Owner")  # whoever occupies a slot: a record, or the number of one
 
 
 def segment_bytes_for(capacity_bytes: int, alignment: int = ALIGNMENT_BYTES) -> int:
@@ -68,13 +62,16 @@ class SegmentSpace(Generic[Owner]):
         self.payload_bytes = 0
         self.shares = Shares(capacity_bytes)  # kept by whoever knows which records count
         self.clock = RecencyClock()
-        self.classes: dict[int, SlotClass] = {}
+        self.classes: dict[int, SlotClass[Owner]] = {}  # by stride
         whole, rest = divmod(capacity_bytes, self.segment_bytes)
-        self._segments = [Segment(index, self.segment_bytes) for index in range(whole)]
+        self._segments: list[Segment[Owner]] = [
+            Segment(index, self.segment_bytes) for index in range(whole)
+        ]
         if rest >= alignment:
             self._segments.append(Segment(whole, rest // alignment * alignment))
         self._free_segments = list(range(len(self._segments)))  # heap
-        self._by_touch: OrderedDict[Segment, None] = OrderedDict()  # in use, coldest first
+        self.largest_bytes = self._segments[0].size_bytes if self._segments else 0  # of a slot
+        self._eviction = Eviction(self.classes, self.shares, self.clock)
 
     # -- geometry -------------------------------------------------------------------------------
 
@@ -94,11 +91,6 @@ class SegmentSpace(Generic[Owner]):
                 capacity_bytes=self.capacity_bytes,
             )
         return stride
-
-    @property
-    def largest_bytes(self) -> int:
-        """The largest slot that can exist here."""
-        return self._segments[0].size_bytes if self._segments else 0
 
     def slots_for(self, length: int) -> int:
         """How many records of `length` bytes the whole medium holds."""
@@ -125,7 +117,7 @@ class SegmentSpace(Generic[Owner]):
         stride, policy = slot_class.stride, slot_class.policy
         offsets: list[int] = []
         while len(offsets) < len(owners):
-            segment = self._open_segment(slot_class)
+            segment = slot_class.open_segment() or self._take_segment(slot_class)
             if segment is None:
                 break
             first_slot = segment.position * slot_class.slots_per_segment
@@ -167,10 +159,14 @@ class SegmentSpace(Generic[Owner]):
         used, starts, counts = np.unique(segments[at], return_index=True, return_counts=True)
         for index, start, count in zip(used.tolist(), starts, counts, strict=True):
             mine, stride = at[start : start + count], int(stride_of[index])
-            numbers = inside[mine] // stride
-            self._take_segment(index, stride, numbers, [owners[n] for n in mine.tolist()])
-            if orders is not None:
-                self._assign_orders(self._segments[index], numbers, orders[mine])
+            segment, slot_class = self._segments[index], self._class_for(stride)
+            self._use(segment, slot_class)
+            slot_class.occupy(
+                segment,
+                inside[mine] // stride,
+                [owners[n] for n in mine.tolist()],
+                None if orders is None else orders[mine],
+            )
         self._free_segments = [s.index for s in self._segments if s.slot_class is None]
         self.used_bytes += int(strides[at].sum())
         self.payload_bytes += int(lengths[at].sum())
@@ -190,9 +186,8 @@ class SegmentSpace(Generic[Owner]):
         self.payload_bytes -= length
         segment.used -= 1
         if segment.used == 0:
-            slot_class.segments[segment.position] = None
-            segment.slot_class, segment.free = None, []
-            del self._by_touch[segment]
+            slot_class.drop(segment)
+            self._eviction.emptied(segment)
             heapq.heappush(self._free_segments, segment.index)
             return
         heapq.heappush(segment.free, slot % slot_class.slots_per_segment)
@@ -215,7 +210,7 @@ class SegmentSpace(Generic[Owner]):
             return
         slot_class.policy.insert(slot)
         segment.exposed += 1
-        self._touched(segment)
+        self._eviction.touched(segment, self.clock.now)
 
     def expose_all(self, offsets: Ints) -> None:
         """The same for many slots, each once and all hidden, coldest first. Vectorised."""
@@ -237,8 +232,7 @@ class SegmentSpace(Generic[Owner]):
             if counts[index]:
                 segment = self._segments[index]
                 segment.exposed += counts[index]
-                segment.last_touch = int(last[index])
-                self._by_touch.move_to_end(segment)
+                self._eviction.touched(segment, int(last[index]))
 
     def hide(self, offset: int) -> None:
         """The slot must not be evicted (pinned, being written). No-op when it is hidden."""
@@ -251,7 +245,7 @@ class SegmentSpace(Generic[Owner]):
             slot_class.policy.touch(slot)
         else:
             slot_class.policy.stamp_absent(slot)
-        self._touched(segment)
+        self._eviction.touched(segment, self.clock.now)
 
     def stamp(self, offset: int) -> int:
         """Recency of the slot, comparable over all sizes: larger is more recent."""
@@ -277,40 +271,13 @@ class SegmentSpace(Generic[Owner]):
         another stride. For room for `count` records: as many of the same stride as would go one
         after the other, at least one. Nothing is changed.
         """
-        stride = self.stride(length)
-        slot_class = self.classes.get(stride)
-        own = None if slot_class is None else self._coldest_lawful(slot_class, evictable, sake)
-        if slot_class is None or own is None:
-            colder_than = self.clock.now + 1
-        else:
-            colder_than = slot_class.policy.stamp(own)
-        drained = self._coldest_segment(stride, colder_than, evictable, sake)
-        if drained is None and own is None and not strict and not self._has_slot(slot_class, sake):
-            if slot_class is not None:
-                own = self._coldest(slot_class, evictable, None)
-            if own is None:
-                drained = self._coldest_segment(stride, colder_than, evictable, None)
-        if drained is not None:
-            return [owner for _, owner in self._owners_of(drained)]
-        if slot_class is None or own is None:
-            return []
-        slots = [own]
-        if count > 1 and evictable is None and self.shares.is_common:
-            slots = self._coldest_streak(slot_class, count)
-        return [slot_class.owners[slot] for slot in slots]  # type: ignore[misc]  # Owners
+        return self._eviction.victims(self.stride(length), evictable, sake, count, strict)
 
     def coldest_of(
         self, orders: Collection[int], evictable: Callable[[Owner], bool] | None = None
     ) -> Owner | None:
         """The coldest evictable one of these orders, of whatever size. O(sizes)."""
-        coldest: Owner | None = None
-        stamp = self.clock.now + 1
-        for slot_class in self.classes.values():
-            slot = self._coldest(slot_class, evictable, orders)
-            if slot is not None and slot_class.policy.stamp(slot) < stamp:
-                stamp = slot_class.policy.stamp(slot)
-                coldest = slot_class.owners[slot]  # type: ignore[assignment]  # an Owner
-        return coldest
+        return self._eviction.coldest_of(orders, evictable)
 
     def fits_cap(self, epoch: int, length: int) -> bool:
         """Whether the epoch may ever hold a record of `length` bytes."""
@@ -331,7 +298,7 @@ class SegmentSpace(Generic[Owner]):
             return True
         stride = self.stride(length)
         while self.shares.excess(epoch, stride) > 0:
-            coldest = self.coldest_of((epoch,), evictable)
+            coldest = self._eviction.coldest_of((epoch,), evictable)
             if coldest is None:
                 return False
             evict(coldest)
@@ -339,8 +306,7 @@ class SegmentSpace(Generic[Owner]):
 
     def coldest_lawful(self, sake: int) -> Owner | None:
         """The coldest one of whatever size that may go for the sake of an epoch. O(orders)."""
-        orders = {order for c in self.classes.values() for order in self._lawful(c, sake)}
-        return self.coldest_of(orders)
+        return self._eviction.coldest_lawful(sake)
 
     def coldest_first(self, each_max: int | None = None) -> Iterator[Owner]:
         """The owners that may be evicted, coldest first within each size and order, at most
@@ -349,7 +315,7 @@ class SegmentSpace(Generic[Owner]):
         for slot_class in self.classes.values():
             for order in list(slot_class.policy.orders()):
                 for slot in islice(slot_class.policy.coldest_first((order,)), each_max):
-                    yield slot_class.owners[slot]  # type: ignore[misc]  # an Owner
+                    yield slot_class.owners[slot]  # type: ignore[misc]  # an Owner: it is taken
 
     def recency(self) -> Callable[[], list[Owner]]:
         """A snapshot of all owners with their stamps: what it returns sorts them, coldest first,
@@ -370,39 +336,23 @@ class SegmentSpace(Generic[Owner]):
         for slot_class in self.classes.values():
             for owner in slot_class.owners:
                 if owner is not None:
-                    yield owner  # type: ignore[misc]  # an Owner
+                    yield owner
 
     def check_integrity(self) -> None:
         """Raise MisuseError when a segment contradicts itself. O(slots)."""
-        used = 0
-        for segment in self._by_touch:
-            slot_class = segment.slot_class
-            assert slot_class is not None
-            taken = [slot for slot, _ in self._owners_of(segment)]
-            used += len(taken) * slot_class.stride
-            if segment.exposed != sum(slot in slot_class.policy for slot in taken):
-                raise MisuseError("A segment miscounts what may be evicted", index=segment.index)
-            first = segment.position * slot_class.slots_per_segment
-            numbers = sorted([slot - first for slot in taken] + segment.free)
-            if numbers != list(range(segment.size_bytes // slot_class.stride)):
-                raise MisuseError("A segment lost or gained slots", index=segment.index)
-            if segment.used != len(taken):
-                raise MisuseError("A segment miscounts its slots", index=segment.index)
-            orders = Counter(slot_class.policy.order(slot) for slot in taken)
-            if {**orders, COMMON: 0} != {**segment.held, COMMON: 0}:
-                raise MisuseError("A segment miscounts its namespaces", index=segment.index)
+        used = sum(segment.check_integrity() for segment in self._eviction.in_use)
         if used != self.used_bytes:
             raise MisuseError("Byte counters disagree", counted=used, claimed=self.used_bytes)
 
     # -- inside ---------------------------------------------------------------------------------
 
     @staticmethod
-    def _hide(segment: Segment, slot_class: SlotClass, slot: int) -> None:
+    def _hide(segment: Segment[Owner], slot_class: SlotClass[Owner], slot: int) -> None:
         if slot in slot_class.policy:
             slot_class.policy.remove(slot)
             segment.exposed -= 1
 
-    def _at(self, offset: int) -> tuple[Segment, SlotClass, int]:
+    def _at(self, offset: int) -> tuple[Segment[Owner], SlotClass[Owner], int]:
         """The segment, the class and the number in it of the occupied slot at `offset`."""
         index, inside = divmod(offset, self.segment_bytes)
         segment = self._segments[index]
@@ -412,166 +362,24 @@ class SegmentSpace(Generic[Owner]):
         slot = segment.position * slot_class.slots_per_segment + inside // slot_class.stride
         return segment, slot_class, slot
 
-    def _class_for(self, stride: int) -> SlotClass:
+    def _class_for(self, stride: int) -> SlotClass[Owner]:
         slot_class = self.classes.get(stride)
         if slot_class is None:
             slot_class = SlotClass(stride, self.segment_bytes // stride, LRU(self.clock))
             self.classes[stride] = slot_class
         return slot_class
 
-    def _open_segment(self, slot_class: SlotClass) -> Segment | None:
-        positions = slot_class.open_positions
-        while positions:
-            segment = slot_class.segments[positions[0]]
-            if segment is not None and segment.free:
-                return segment
-            slot_class.listed.discard(heapq.heappop(positions))  # filled up or given back since
-        usable = self._usable_free_segment(slot_class.stride)
-        if usable is None:
+    def _take_segment(self, slot_class: SlotClass[Owner]) -> Segment[Owner] | None:
+        """A free segment for the class, if there is one that holds a slot of it."""
+        if not self._free_segments:
             return None
-        self._assign(usable, slot_class)
-        return usable
-
-    def _usable_free_segment(self, stride: int) -> Segment | None:
-        while self._free_segments:
-            segment = self._segments[self._free_segments[0]]
-            if segment.size_bytes >= stride:
-                heapq.heappop(self._free_segments)
-                return segment
+        segment = self._segments[self._free_segments[0]]
+        if segment.size_bytes < slot_class.stride:
             return None  # only the last, short segment can be too small, and it sorts last
-        return None
+        heapq.heappop(self._free_segments)
+        self._use(segment, slot_class)
+        return segment
 
-    def _assign(self, segment: Segment, slot_class: SlotClass) -> None:
-        count = segment.size_bytes // slot_class.stride
-        segment.slot_class = slot_class
-        segment.free = list(range(count))
-        segment.used = segment.exposed = 0
-        segment.held.clear()
-        self._touched(segment)
-        try:
-            segment.position = slot_class.segments.index(None)
-            slot_class.segments[segment.position] = segment
-        except ValueError:
-            segment.position = len(slot_class.segments)
-            slot_class.segments.append(segment)
-        slots = len(slot_class.segments) * slot_class.slots_per_segment
-        slot_class.policy.grow(slots)
-        slot_class.owners.extend([None] * (slots - len(slot_class.owners)))
-        slot_class.open(segment.position)
-
-    def _take_segment(self, index: int, stride: int, numbers: Ints, owners: list[Owner]) -> None:
-        """A free segment for these slots of it."""
-        segment, slot_class = self._segments[index], self._class_for(stride)
-        self._assign(segment, slot_class)
-        first = segment.position * slot_class.slots_per_segment
-        for number, owner in zip(numbers.tolist(), owners, strict=True):
-            slot_class.owners[first + number] = owner
-        segment.free = np.setdiff1d(np.array(segment.free), numbers).tolist()
-        segment.used = len(owners)
-
-    @staticmethod
-    def _assign_orders(segment: Segment, numbers: Ints, orders: Ints) -> None:
-        slot_class = segment.slot_class
-        assert slot_class is not None
-        first = segment.position * slot_class.slots_per_segment
-        for number, order in zip(numbers.tolist(), orders.tolist(), strict=True):
-            slot_class.policy.assign(first + number, order)
-            segment.hold(order, 1)
-
-    def _has_slot(self, slot_class: SlotClass | None, sake: int) -> bool:
-        """Whether the order of an epoch has a slot of that size, in whatever state. O(segments)."""
-        order = self.shares.order(sake)
-        for segment in slot_class.segments if slot_class is not None else ():
-            if segment is not None and segment.holds(order):
-                return True
-        return False
-
-    def _lawful(self, slot_class: SlotClass, sake: int) -> Collection[int]:
-        """The orders that may lose a slot for the sake of an epoch."""
-        may_lose, stride = self.shares.may_lose, slot_class.stride
-        return [o for o in slot_class.policy.orders() if may_lose(o, stride, sake)]
-
-    def _coldest_lawful(
-        self, slot_class: SlotClass, evictable: Callable[[Owner], bool] | None, sake: int
-    ) -> int | None:
-        """Whoever is over its cap goes first."""
-        if self.shares.is_common:
-            return self._coldest(slot_class, evictable, None)
-        over = self.shares.over_cap()
-        slot = self._coldest(slot_class, evictable, over) if over else None
-        return (
-            slot
-            if slot is not None
-            else self._coldest(slot_class, evictable, self._lawful(slot_class, sake))
-        )
-
-    @staticmethod
-    def _coldest(
-        slot_class: SlotClass,
-        evictable: Callable[[Owner], bool] | None,
-        orders: Collection[int] | None,
-    ) -> int | None:
-        """Its slot. `orders` None: of whichever."""
-        coldest_first = slot_class.policy.coldest_first(orders)
-        if evictable is None:
-            return next(coldest_first, None)
-        for slot in islice(coldest_first, SCAN_MAX):
-            if evictable(slot_class.owners[slot]):  # type: ignore[arg-type]  # an Owner
-                return slot
-        return None
-
-    def _coldest_streak(self, slot_class: SlotClass, count: int) -> list[int]:
-        """Up to so many of its coldest slots: those that go before a segment of another stride."""
-        policy = slot_class.policy
-        slots = list(islice(policy.coldest_first(), count))
-        other = self._coldest_segment(slot_class.stride, policy.stamp(slots[-1]), None, COMMON)
-        if other is None:
-            return slots
-        return [slot for slot in slots if policy.stamp(slot) <= other.last_touch]
-
-    def _coldest_segment(
-        self,
-        stride: int,
-        colder_than: int,
-        evictable: Callable[[Owner], bool] | None,
-        sake: int | None,
-    ) -> Segment | None:
-        """`sake` None: whatever the floors."""
-        for segment in self._by_touch:
-            if segment.last_touch >= colder_than:
-                return None
-            slot_class = segment.slot_class
-            assert slot_class is not None
-            if slot_class.stride == stride or segment.size_bytes < stride:
-                continue
-            if segment.exposed != segment.used:
-                continue
-            if sake is not None and segment.held and not self._may_drain(segment, sake):
-                continue
-            owners = (owner for _, owner in self._owners_of(segment))
-            if evictable is None or all(map(evictable, owners)):
-                return segment
-        return None
-
-    def _may_drain(self, segment: Segment, sake: int) -> bool:
-        slot_class = segment.slot_class
-        assert slot_class is not None
-        return all(
-            self.shares.may_lose(order, slots * slot_class.stride, sake)
-            for order, slots in segment.held.items()
-        )
-
-    def _touched(self, segment: Segment) -> None:
-        segment.last_touch = self.clock.now
-        self._by_touch[segment] = None
-        self._by_touch.move_to_end(segment)
-
-    def _owners_of(self, segment: Segment) -> Iterator[tuple[int, Owner]]:
-        """(slot, owner) of the taken slots of a segment."""
-        slot_class = segment.slot_class
-        assert slot_class is not None
-        first = segment.position * slot_class.slots_per_segment
-        around = slot_class.owners[first : first + slot_class.slots_per_segment]
-        for slot, owner in enumerate(around, start=first):
-            if owner is not None:
-                yield slot, owner  # type: ignore[misc]  # an Owner
+    def _use(self, segment: Segment[Owner], slot_class: SlotClass[Owner]) -> None:
+        slot_class.add(segment)
+        self._eviction.touched(segment, self.clock.now)

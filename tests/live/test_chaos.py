@@ -19,7 +19,6 @@ from random import Random
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.controls import one_thread
 from tests.live.answering import HANG_S
 from tests.live.chaos import DISK_BYTES, Chaos
 from tests.live.test_commands_live import command
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
     from tests.live.conftest import House
 
-pytestmark = [pytest.mark.live, pytest.mark.slow]
+pytestmark = [pytest.mark.live, pytest.mark.slow, pytest.mark.usefixtures("single_thread")]
 
 SEED = int(os.environ.get("EBBTIDE_TEST_CHAOS_SEED", "1"))
 KILLS = int(os.environ.get("EBBTIDE_TEST_CHAOS_KILLS", "2"))  # of stores, and of engines
@@ -54,12 +53,6 @@ STEPS: tuple[Step, ...] = (
     ]
     * ROUNDS,
 )
-
-
-@pytest.fixture(autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture

@@ -5,22 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.controls import Reference, answers, one_thread, tokens
+from tests.controls import Reference, answers, tokens
 from tests.live.answering import EngineProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, pytest.mark.usefixtures("single_thread")]
 
 PROMPTS = [tokens(200 + 16 * number, seed=number) for number in range(8)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def test_a_killed_engines_store_drains_and_the_next_engine_finds_its_blocks(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
-from tests.controls import BLOCK, TINY, Reference, answers, one_thread, tokens
+from tests.controls import BLOCK, TINY, Reference, answers, tokens
 from tests.live.answering import EngineProcess
 from tests.live.conftest import House
 from tests.live.test_disk_bound import Watch
@@ -26,18 +26,12 @@ if TYPE_CHECKING:
 
     from ebbtide.connectors.client import SocketClient
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, pytest.mark.usefixtures("single_thread")]
 
 RECORD_SIZES = (10_496, 18_432, 41_984, 1_124_352)
 WINDOW = 8  # keys of one request
 OTHER = replace(TINY, num_layers=3, num_kv_heads=4)
 DISK_BYTES = 16 << 20
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def test_two_models_on_one_store_never_see_each_others_blocks(house: House) -> None:

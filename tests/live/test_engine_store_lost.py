@@ -21,7 +21,6 @@ from tests.controls import (
     Reference,
     answers,
     assert_request_adds_up,
-    one_thread,
     tokens,
 )
 from tests.live.conftest import PROGRAMS, eventually
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 
     from ebbtide.connectors.reference import RequestOutput
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, pytest.mark.usefixtures("single_thread")]
 
 KILLS = int(os.environ.get("EBBTIDE_TEST_KILLS", "8"))
 HOOK_S_MAX = 0.05
@@ -59,17 +58,6 @@ SCHEDULER_HOOKS = (
 )
 WORKER_HOOKS = ("start_step", "finish_step")
 _log = logging.getLogger("tests.live")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-@pytest.fixture(scope="module")
-def reference() -> Reference:
-    return Reference()
 
 
 class Attached:

@@ -7,31 +7,22 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from tests.controls import NEW_TOKENS, RECORD_BYTES, Reference, Rig, answers, one_thread, tokens
+from tests.controls import NEW_TOKENS, RECORD_BYTES, Reference, Rig, answers, tokens
 
 from ebbtide.kernels.copy import gather_into, scatter, scatter_from
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from ebbtide.kernels.layout import PagedLayout
+
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 PROMPTS = [tokens(100 + 7 * number, seed=number) for number in range(24)]
 LONG = tokens(330, seed=77)
 LONG_BLOCKS = 20  # full blocks that a load may bring
 CHANGED_SHARE = 0.9
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-@pytest.fixture(scope="module")
-def reference() -> Reference:
-    return Reference()
 
 
 def damage_restores(rig: Rig, monkeypatch: pytest.MonkeyPatch, scatter_badly: object) -> None:

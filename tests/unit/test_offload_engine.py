@@ -15,31 +15,21 @@ from tests.controls import (
     Rig,
     answers,
     conversations,
-    one_thread,
     tokens,
 )
 
 from ebbtide.tiers.reasons import Place
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from ebbtide.connectors.reference import RequestOutput
     from ebbtide.tiers.device import CopyEnd
 
+pytestmark = pytest.mark.usefixtures("single_thread")
+
 SEEDS = 50
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-@pytest.fixture(scope="module")
-def reference() -> Reference:
-    return Reference()
 
 
 def test_what_the_pool_evicts_has_ebbed_and_nothing_is_copied_twice(reference: Reference) -> None:

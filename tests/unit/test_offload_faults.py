@@ -17,7 +17,6 @@ from tests.controls import (
     Rig,
     answers,
     conversations,
-    one_thread,
     tokens,
 )
 
@@ -25,7 +24,7 @@ from ebbtide.kernels.copy import gather_into, scatter_from
 from ebbtide.testing import Fault, FaultSlab
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     import torch
@@ -35,20 +34,11 @@ if TYPE_CHECKING:
     from ebbtide.testing.faults import Operation
     from ebbtide.tiers.slab import Slab
 
+pytestmark = pytest.mark.usefixtures("single_thread")
+
 PROMPT = tokens(8 * 16 + 3, seed=39)
 FAILED_BLOCK = 3
 PATIENCE_S = 20.0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-@pytest.fixture(scope="module")
-def reference() -> Reference:
-    return Reference()
 
 
 # -- P39: one block of a load fails, at each stage ------------------------------------------------

@@ -7,7 +7,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.controls import Reference, Rig, answers, conversations, one_thread
+from tests.controls import Reference, Rig, answers, conversations
 from tests.rank_rig import RankRig
 from tests.scripted import Bench
 
@@ -18,18 +18,12 @@ from ebbtide.tiers.device import HostCopies
 from ebbtide.tiers.device_streams import StreamCopies
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from ebbtide.tiers.device import CopyJob, DeviceCopies
+
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 KEYS = [pack_key(bytes([n]) * 32, 0) for n in range(4)]
 SLOW_S = 0.05
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def slow_stores(

@@ -9,7 +9,6 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.controls import one_thread
 from tests.rank_rig import ONE_GROUP, TWO_GROUPS, RankRig
 from tests.scripted import Bench
 
@@ -21,24 +20,20 @@ from ebbtide.tiers.device_streams import StreamCopies
 from ebbtide.tiers.reasons import Place
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from ebbtide.kernels.layout import PagedLayout
     from ebbtide.tiers.device import CopyJob, DeviceCopies
 
     Kind = Callable[[Mapping[int, PagedLayout]], DeviceCopies]
 
+pytestmark = pytest.mark.usefixtures("single_thread")
+
 M = Place.MEMORY
 KINDS = pytest.mark.parametrize(
     "kind", [device_copies, partial(StreamCopies, by_layer=True)], ids=["whole", "by layer"]
 )
 READMISSION_SEEDS = 100
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 # -- the scheduler half alone ---------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
 from unittest.mock import create_autospec
 
 import pytest
@@ -12,8 +11,7 @@ from ebbtide.connectors.reference import Engine, ModelConfig, RequestOutput
 from ebbtide.connectors.seam import SchedulerHalf, WorkerHalf
 from ebbtide.errors import ConfigError, MisuseError
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 TINY = ModelConfig(
     hidden_size=64,
@@ -25,15 +23,6 @@ TINY = ModelConfig(
     max_position=2048,
 )
 NEW_TOKENS = 16
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Products this small gain nothing from threads, and lose much where cores are busy."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def prompt(length: int, seed: int) -> list[int]:

@@ -21,20 +21,21 @@ from tests.controls import (
     Rig,
     answers,
     conversations,
-    one_thread,
     tokens,
 )
 
-from ebbtide.connectors.reference import Engine, ModelConfig
 from ebbtide.connectors.reference.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Hashable, Iterator
     from pathlib import Path
 
+    from ebbtide.connectors.reference import ModelConfig
     from ebbtide.connectors.reference.scheduler import Scheduled
     from ebbtide.connectors.seam import WorkerReport
     from ebbtide.tiers.device import CopyJob
+
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 DEEP = replace(TINY, num_layers=4)
 WINDOWED = replace(DEEP, window_tokens=40)
@@ -43,18 +44,6 @@ MODELS = pytest.mark.parametrize(
     "model", [DEEP, WINDOWED, MIXED], ids=["full", "windowed", "mixed"]
 )
 PROMPT = tokens(150, 3)  # nine blocks and six tokens
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-def plain(model: ModelConfig, prompts: Sequence[list[int]]) -> list[tuple[int, ...]]:
-    """Without any cache."""
-    engine = Engine(model, 256, enable_prefix_caching=False)
-    return [engine.generate([prompt], NEW_TOKENS)[0].token_ids for prompt in prompts]
 
 
 class Ahead:
@@ -171,7 +160,7 @@ def test_restored_answers_are_those_without_a_cache(
     model: ModelConfig, late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [tokens(150 + 16 * number, number) for number in range(3)] + [tokens(96, 8)]
-    expected = plain(model, prompts)
+    expected = Reference(model).answers(prompts)
     with Rig(model=model, disk=tmp_path / "disk", blocks=96, layerwise="on") as rig:
         ahead = Ahead(rig, monkeypatch)
         assert answers(rig.ask(prompts)) == expected
@@ -213,7 +202,7 @@ def test_whole_and_by_layer_give_the_same_floats(monkeypatch: pytest.MonkeyPatch
 def test_a_layer_is_used_before_the_next_one_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
     with arriving(monkeypatch) as ahead:
         late = Late(ahead.rig, monkeypatch)
-        assert answers(ahead.rig.ask([PROMPT])) == plain(DEEP, [PROMPT])
+        assert answers(ahead.rig.ask([PROMPT])) == Reference(DEEP).answers([PROMPT])
         expected = [(what, 0, layer) for layer in range(4) for what in ("wait", "move")]
         assert late.log[: len(expected)] == expected
 
@@ -236,7 +225,7 @@ def test_groups_and_batches_arrive_side_by_side(monkeypatch: pytest.MonkeyPatch)
     with arriving(monkeypatch, MIXED) as ahead:
         ahead.rig.read_one_by_one()
         late = Late(ahead.rig, monkeypatch)
-        assert answers(ahead.rig.ask([PROMPT])) == plain(MIXED, [PROMPT])
+        assert answers(ahead.rig.ask([PROMPT])) == Reference(MIXED).answers([PROMPT])
         moves = [layer for what, _, layer in late.log if what == "move"]
         assert moves == sorted(moves)
         assert len(moves) == 2 * (9 + 3)  # all blocks of the one group, a window of the other
@@ -263,7 +252,7 @@ def test_planted_a_forward_pass_that_does_not_wait_is_seen(monkeypatch: pytest.M
         (output,) = ahead.rig.ask([PROMPT])
         assert ahead.parts
         assert output.sources.memory == 144
-        assert output.token_ids != plain(DEEP, [PROMPT])[0]
+        assert output.token_ids != Reference(DEEP).answers([PROMPT])[0]
 
 
 # -- faults ---------------------------------------------------------------------------------------
@@ -279,7 +268,7 @@ def test_planted_a_forward_pass_that_does_not_wait_is_seen(monkeypatch: pytest.M
 def test_a_copy_that_fails_in_any_layer_costs_time_alone(
     model: ModelConfig, group: int, layer: int, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (expected,) = plain(model, [PROMPT])
+    (expected,) = Reference(model).answers([PROMPT])
     with arriving(monkeypatch, model) as ahead:
         rig = ahead.rig
         failed = fails_at(rig, monkeypatch, group, layer)
@@ -302,7 +291,7 @@ def test_a_copy_that_fails_in_any_layer_costs_time_alone(
 
 @pytest.mark.parametrize("layer", range(4))
 def test_blocks_in_front_of_a_failure_are_kept(layer: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    (expected,) = plain(DEEP, [PROMPT])
+    (expected,) = Reference(DEEP).answers([PROMPT])
     with arriving(monkeypatch) as ahead:
         ahead.rig.read_one_by_one()  # a batch a record
         failed = fails_at(ahead.rig, monkeypatch, 0, layer, block=6)
@@ -320,7 +309,7 @@ def test_nobody_finds_blocks_that_may_yet_fail(monkeypatch: pytest.MonkeyPatch) 
     """A second request begins with the same text in the very step that runs ahead in vain."""
     longer = PROMPT + tokens(60, 4)  # its blocks from the tenth on are computed in that step
     prompts = [longer, longer + tokens(9, 5)]
-    expected = plain(DEEP, prompts)
+    expected = Reference(DEEP).answers(prompts)
     with arriving(monkeypatch) as ahead:
         engine = ahead.rig.engine
         Late(ahead.rig, monkeypatch)
@@ -348,7 +337,7 @@ def test_a_reset_in_between_lets_nothing_count(monkeypatch: pytest.MonkeyPatch) 
         Late(ahead.rig, monkeypatch)
         ahead.before_step = ahead.rig.scheduler.forget_loads
         (output,) = ahead.rig.ask([PROMPT])
-        assert output.token_ids == plain(DEEP, [PROMPT])[0]
+        assert output.token_ids == Reference(DEEP).answers([PROMPT])[0]
         assert (output.sources.memory, output.misses["reset"]) == (0, 1)
         ahead.rig.assert_idle()
 
@@ -370,7 +359,7 @@ def test_a_fault_in_the_waiting_itself_spoils_the_load(
 
         monkeypatch.setattr(copies, "wait_for_layer", breaks)
         (output,) = ahead.rig.ask([PROMPT])
-        assert output.token_ids == plain(DEEP, [PROMPT])[0]
+        assert output.token_ids == Reference(DEEP).answers([PROMPT])[0]
         assert (output.sources.memory, output.misses["unknown"]) == (0, 1)
         assert ahead.rig.faults == 1
 
@@ -390,7 +379,7 @@ def test_without_the_loads_end_the_step_does_not_count(monkeypatch: pytest.Monke
 
         monkeypatch.setattr(copies, "wait_for_end", breaks)
         (output,) = ahead.rig.ask([PROMPT])
-        assert output.token_ids == plain(DEEP, [PROMPT])[0]
+        assert output.token_ids == Reference(DEEP).answers([PROMPT])[0]
         assert output.sources.memory == 144
         assert ahead.rig.faults == 1
         ahead.rig.assert_idle()
@@ -411,7 +400,7 @@ def test_an_abort_behind_a_step_that_did_not_count_gives_everything_back(
         engine.abort("a")
         monkeypatch.setattr(copies, "wait_for_end", end)
         assert engine.run() == []
-        assert answers(ahead.rig.ask([PROMPT])) == plain(DEEP, [PROMPT])
+        assert answers(ahead.rig.ask([PROMPT])) == Reference(DEEP).answers([PROMPT])
         ahead.rig.assert_idle()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -14,22 +13,12 @@ from ebbtide.connectors.reference.rate import matmul_flops, measure_matmul_rate
 from ebbtide.connectors.reference.tokenizer import BOS, EOS, VOCAB_SIZE, decode, encode
 from ebbtide.errors import ConfigError
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 TINY = ModelConfig(
     hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, ffn_size=128
 )
 BLOCK = 16
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Products this small gain nothing from threads, and lose much where cores are busy."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def empty_cache(config: ModelConfig, blocks: int) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from tests.controls import TINY, one_thread
+from tests.controls import TINY
 
 from ebbtide.allocator import pack_key, unpack_key
 from ebbtide.connectors import seam
@@ -18,19 +18,15 @@ from ebbtide.kernels.copy import gather, scatter
 from ebbtide.kernels.layout import PagedLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from ebbtide.allocator import BlockPool
+
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 BLOCK = 16
 NEW_TOKENS = 16
 GARBAGE = 0x7F  # as float32 about 3e38: whoever reads it answers nonsense
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @dataclass

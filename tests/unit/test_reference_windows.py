@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from tests.controls import NEW_TOKENS, TINY, Rig, answers, one_thread, tokens
+from tests.controls import NEW_TOKENS, TINY, Rig, answers, tokens
 
 from ebbtide.allocator import AllBlocksCleared, BlockStored, EventLog, LogLine
 from ebbtide.connectors.reference import Engine, ModelConfig
@@ -16,18 +16,13 @@ from ebbtide.errors import ConfigError, MisuseError
 from ebbtide.kernels.attention import causal_mask
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
+
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 WINDOWED = replace(TINY, window_tokens=40)
 MIXED = replace(TINY, window_tokens=40, all_layers_windowed=False)
 MODELS = pytest.mark.parametrize("model", [WINDOWED, MIXED], ids=["windowed", "mixed"])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def plain(

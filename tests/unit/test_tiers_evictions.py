@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tests.things import Thing, fill, remove
 
 from ebbtide.tiers.policy import LRU, RecencyClock
-from ebbtide.tiers.segments import SCAN_MAX, SegmentSpace
+from ebbtide.tiers.segments import SegmentSpace
+from ebbtide.tiers.slot_class import SCAN_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,8 +56,8 @@ def work(space: SegmentSpace[Thing], length: int, evictions: int, keep: set[Thin
             looked += 1
             return thing not in keep
 
-        segments = Counted(space._by_touch)
-        space._by_touch = segments
+        segments = Counted(space._eviction.in_use)
+        space._eviction.in_use = segments
         for victim in space.victims(length, evictable):
             remove(space, victim)
         fill(space, length, 1)

@@ -14,6 +14,7 @@ from tests.things import Thing, fill, place, remove
 
 from ebbtide.errors import ConfigError, MisuseError
 from ebbtide.tiers.segments import SegmentSpace, segment_bytes_for
+from ebbtide.tiers.shares import Quota
 
 PAGE = 4096
 MIB = 1 << 20
@@ -174,6 +175,20 @@ def test_many_of_a_size_go_up_to_where_another_size_is_colder() -> None:
         remove(space, thing)
     assert space.victims(MIB, count=3) == rest[:3]
     assert space.victims(MIB, count=8) == rest
+
+
+def test_who_is_over_a_lowered_cap_goes_before_the_coldest() -> None:
+    space = SegmentSpace[Thing](8 * MIB)
+    cold, warm = Thing(), Thing()
+    for epoch, thing in enumerate((cold, warm), start=1):
+        space.shares.assign(epoch, Quota(), ordered=True)
+        offset = space.place(thing, PAGE, space.shares.order(epoch))
+        assert offset is not None
+        space.expose(offset)
+        space.shares.take(epoch, PAGE)
+    assert space.victims(PAGE) == [cold]
+    space.shares.assign(2, Quota(cap=0.0), ordered=True)
+    assert space.victims(PAGE) == [warm]
 
 
 class Space(RuleBasedStateMachine):
