@@ -14,7 +14,8 @@ their faults |
 | `disk`, `commit` | the tier over them; its write order |
 | `planner`, `device` | which device blocks ebb in a step (pure); copies between device and arena |
 | `mover` | which memory records ebb to disk, and when |
-| `reservations`, `load` | slots being written; a lease that streams records upwards |
+| `reservations` | slots being written |
+| `load`, `loads` | a lease that streams records upwards; those that are open, and their turns |
 | `ghosts`, `pins` | why a key is gone; records kept whatever their recency |
 | `store`, `opening` | the verbs, and the only thing that connectors talk to; opening and closing it
 all |

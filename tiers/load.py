@@ -139,7 +139,7 @@ class Load:
         while self._todo and self._take(self._todo[0], verify, read, failures):
             self._todo.popleft()
         if self.queued and not self._wants_slot:  # its place belongs to those who do
-            self._store.leave_queue(self)
+            self._store.loads.leave_queue(self)
         if failures:
             self._fail(failures)
         if verify:
@@ -191,7 +191,7 @@ class Load:
         if not self._fits(store.memory.space.stride(on_disk.length)):
             return False
         self.wanted_bytes = on_disk.length
-        promoted = store.place_for_load(self, self._namespace, key, on_disk.length)
+        promoted = store.loads.place(self, self._namespace, key, on_disk.length)
         if promoted is None:
             self._wants_slot = True
             return False
@@ -217,7 +217,7 @@ class Load:
     def _let_go(self, record: MemoryRecord) -> None:
         self._held_bytes -= record.stride
         self._store.memory.unpin(record)
-        self._store.slots_freed()
+        self._store.loads.slots_freed()
 
     # -- records in memory ----------------------------------------------------------------------
 
@@ -343,7 +343,7 @@ class Load:
             self._maybe_over()
 
     def _maybe_over(self) -> None:
-        self._store.load_ended(self)
+        self._store.loads.ended(self)
         if self.over and not self._told_over:
             self._told_over = True
             self._sink.over()

@@ -122,7 +122,7 @@ class Reservations:
             codes = [self._publish(record, digests) for record in records]
             if store.mover is not None:
                 store.mover.run()
-            store.slots_freed()
+            store.loads.slots_freed()
             reply(bytes(codes))
 
         store.runtime.start(DIGEST, take, mine, taken)

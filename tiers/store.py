@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ebbtide.errors import MisuseError
 from ebbtide.tiers.care import Care
 from ebbtide.tiers.ghosts import Ghosts
-from ebbtide.tiers.load import Load, Sink
+from ebbtide.tiers.loads import Loads
 from ebbtide.tiers.lookups import Lookups
 from ebbtide.tiers.memory import MemoryRecord, MemoryTier, State
 from ebbtide.tiers.mover import Mover
@@ -22,7 +22,6 @@ from ebbtide.tiers.pins import Pins
 from ebbtide.tiers.quotas import Quotas
 from ebbtide.tiers.reasons import Miss, Place, label
 from ebbtide.tiers.reservations import Grant, Reservations
-from ebbtide.tiers.slot_queue import SlotQueue
 from ebbtide.tiers.tally import Tallies
 
 if TYPE_CHECKING:
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from ebbtide.tiers.disk import DiskTier
     from ebbtide.tiers.disk_record import DiskRecord
     from ebbtide.tiers.index import StoredNamespace
+    from ebbtide.tiers.load import Load, Sink
     from ebbtide.tiers.namespace import Namespace
     from ebbtide.tiers.runtime import Runtime, Timer
     from ebbtide.tiers.segments import Ints
@@ -90,10 +90,7 @@ class Store:
         self._lookups = Lookups(self)
         self._reservations = Reservations(self)
         self.pins = Pins(self.memory, bounds.pinned_max_bytes)
-        self._loads: dict[bytes, dict[Load, None]] = {}  # in the order in which they came
-        self._load_engine: dict[Load, bytes] = {}
-        self._slot_queue = SlotQueue()
-        self._woken = False
+        self.loads = Loads(self)
         self._save_timer: Timer | None = None
         self.mover: Mover | None = None
         if disk is not None:
@@ -104,7 +101,7 @@ class Store:
                 disk,
                 bounds,
                 admission=admission,
-                on_progress=self.slots_freed,
+                on_progress=self.loads.slots_freed,
                 on_refused=self._not_admitted,
             )
             self._listen(disk)
@@ -205,7 +202,7 @@ class Store:
     def abort(self, engine: bytes, sequences: Sequence[int]) -> bytes:
         """The slots will not be written any more and were never published. Codes as `commit`'s."""
         codes = self._reservations.abort(engine, sequences)
-        self.slots_freed()
+        self.loads.slots_freed()
         return codes
 
     # -- load -----------------------------------------------------------------------------------
@@ -215,23 +212,7 @@ class Store:
 
         May call the sink before it returns. Each key is named once.
         """
-        load = Load(self, namespace, keys, sink)
-        self._loads.setdefault(engine, {})[load] = None
-        self._load_engine[load] = engine
-        load.advance()
-        return load
-
-    def load_refused(self, namespace: Namespace, keys: Sequence[bytes]) -> None:
-        """Nothing of it was begun: its client has too many loads open."""
-        tally = self.tallies.of(namespace.epoch)
-        tally.asked += len(keys)
-        tally.failed_loads[Miss.BUSY] += len(keys)
-
-    def load_ended(self, load: Load) -> None:
-        """Called by the load itself when it is `done`, perhaps also `over`."""
-        if load.over:
-            engine = self._load_engine.pop(load, b"")
-            self._loads.get(engine, {}).pop(load, None)
+        return self.loads.start(engine, namespace, keys, sink)
 
     # -- leaving, reset, pins -------------------------------------------------------------------
 
@@ -242,11 +223,9 @@ class Store:
         pins end.
         """
         self.counts["reclaimed_slots"] += self._reservations.engine_gone(engine)
-        for load in list(self._loads.pop(engine, ())):
-            self._load_engine.pop(load, None)
-            load.abandon()
+        self.loads.engine_gone(engine)
         self.pins.engine_gone(engine)
-        self.slots_freed()
+        self.loads.slots_freed()
 
     def reset(self, namespace: Namespace | None, reply: Callable[[bool], None]) -> None:
         """Forget a namespace, or all.
@@ -272,7 +251,7 @@ class Store:
             settled(True)
         for target in targets:
             self._reset_one(target, settled)
-        self.slots_freed()
+        self.loads.slots_freed()
 
     def pin(self, engine: bytes, namespace: Namespace, keys: Iterable[bytes]) -> int:
         """Keep records in memory until `unpin`, or until the engine is gone. Returns how many are
@@ -285,7 +264,7 @@ class Store:
     def unpin(self, engine: bytes, namespace: Namespace, keys: Iterable[bytes]) -> int:
         """Undo one `pin` of the engine's own per key. Returns how many pins were given back."""
         given_back = self.pins.unpin(engine, namespace.epoch, keys)
-        self.slots_freed()
+        self.loads.slots_freed()
         return given_back
 
     # -- looking at it --------------------------------------------------------------------------
@@ -308,7 +287,7 @@ class Store:
                 "huge_pages": self.arena.huge_pages,
             },
             "counts": dict(self.counts),
-            "loads": self.loads,
+            "loads": len(self.loads),
             "reservations": self.reservations,
             "ghosts": len(self.ghosts),
             "events": self.event_sequence,
@@ -333,11 +312,6 @@ class Store:
     def disk_count(self, name: str) -> int:
         """One of `DISK_COUNTS` since the store was opened: a tier that comes back goes on."""
         return self._disk_before[name] + (getattr(self.disk, name) if self.disk is not None else 0)
-
-    @property
-    def loads(self) -> int:
-        """Loads that have not ended."""
-        return len(self._load_engine)
 
     @property
     def reservations(self) -> int:
@@ -447,37 +421,13 @@ class Store:
         for open_one in self.namespaces:
             self._assign_quota(open_one)
         self.mover.run()
-        self.slots_freed()
+        self.loads.slots_freed()
 
     # -- for loads and reservations -------------------------------------------------------------
 
     def view(self, record: MemoryRecord, length: int) -> memoryview:
         """The first `length` bytes of the record's slot."""
         return self.arena.view(record.offset, length)
-
-    def place_for_load(
-        self, load: Load, namespace: Namespace, key: bytes, length: int
-    ) -> MemoryRecord | None:
-        """A slot to read into, or None: the load is in the FIFO queue and will be advanced."""
-        head = self._slot_queue.head
-        may = head is None or head is load
-        record = self.place(namespace, key, length, State.READING) if may else None
-        if record is None:
-            if not load.queued:
-                load.queued = True
-                self._slot_queue.add(self._load_engine[load], load)
-                self.slots_freed()  # the one at the head may wait for its own namespace only
-            if self.mover is not None:
-                self.mover.press()
-        elif load.queued:
-            self.leave_queue(load)
-        return record
-
-    def leave_queue(self, load: Load) -> None:
-        """The load has its slot, or wants none any more: let the next one try."""
-        load.queued = False
-        self._slot_queue.remove(load)
-        self.slots_freed()
 
     def fits_cap(self, namespace: Namespace, length: int) -> bool:
         """Whether the namespace may ever hold a record of that length in memory."""
@@ -514,33 +464,6 @@ class Store:
             self.pins.drop(record)
             self.ghosts.remember(record.epoch, record.key, Miss.CORRUPT)
             self._event("lost", record.epoch, record.key, Place.MEMORY)
-
-    def slots_freed(self) -> None:
-        """Something may fit now: advance the loads that wait for slots, once, soon."""
-        if self._slot_queue and not self._woken:
-            self._woken = True
-            self.runtime.call_later(0.0, self._advance_waiting)
-
-    def _advance_waiting(self) -> None:
-        self._woken = False
-        passed = 0  # engines whose namespace is at its cap: they hold nobody up
-        while passed < max(1, self._slot_queue.engines):
-            head = self._slot_queue.head
-            if head is None:
-                return
-            head.advance()
-            if self._slot_queue.head is not head:
-                passed = 0
-            elif self._is_full(head):
-                self._slot_queue.pass_turn()
-                passed += 1
-            else:
-                return
-
-    def _is_full(self, load: Load) -> bool:
-        """What the load waits for is room below its namespace's cap."""
-        space = self.memory.space
-        return space.shares.excess(load.epoch, space.stride(load.wanted_bytes)) > 0
 
     def disk_rows(self, namespace: Namespace, keys: Sequence[bytes]) -> Ints:
         """Per key its row in the disk tier's index, or NO_ROW; all of them while it is down."""

@@ -182,7 +182,7 @@ METRICS = (
            _one(lambda s: s.engines)),
     Metric("namespaces", G, (), "Namespaces that engines have opened.",
            _one(lambda s: len(list(s.store.namespaces)))),
-    Metric("loads", G, (), "Loads that have not ended.", _one(lambda s: s.store.loads)),
+    Metric("loads", G, (), "Loads that have not ended.", _one(lambda s: len(s.store.loads))),
     Metric("reservations", G, (), "Records that engines are writing.",
            _one(lambda s: s.store.reservations)),
     Metric("build_info", G, ("version",), "Always 1.", lambda s: [((__version__,), 1)]),

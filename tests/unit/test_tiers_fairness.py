@@ -327,7 +327,7 @@ def test_a_load_that_waits_below_its_cap_holds_nobody_up(tmp_path: Path) -> None
                     sink.acked(batch)
                     one.ack(batch)
         assert len(waiting.granted) == 4
-        assert not sim.store._slot_queue
+        assert not sim.store.loads._queue
 
 
 def test_engines_that_wait_for_slots_take_turns(tmp_path: Path) -> None:

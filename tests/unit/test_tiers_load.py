@@ -152,11 +152,12 @@ def test_a_load_that_waits_for_its_own_acks_does_not_block_those_that_wait_for_s
         assert evicted is not None
         sim.store.disk.discard(evicted)
         with monkeypatch.context() as patch:
-            patch.setattr(sim.store, "slots_freed", lambda: None)  # the queue is told a bit later
+            # The queue is told a bit later.
+            patch.setattr(sim.store.loads, "slots_freed", lambda: None)
             sim.store.abort(ONE, [grants[0].sequence])
             other = sim.store.reserve(TWO, space, [keys[1]], PAGE)[0]
             sim.fill(space, [keys[1]], other, PAGE, TWO)  # the second key is in memory after all
-        sim.store.slots_freed()
+        sim.store.loads.slots_freed()
         sim.runtime.settle()
         assert stuck.granted.keys() == {0, 1}  # the window is full: only an ack helps the third
         sim.store.abort(ONE, [grants[1].sequence])
@@ -342,7 +343,7 @@ def test_p49_loads_that_end_in_any_way_leave_nothing_behind(tmp_path: Path) -> N
                 ack_all(sim, sink, load)
         assert sim.store.memory.pinned_bytes == 0
         assert sim.store.stats()["loads"] == 0
-        assert not sim.store._slot_queue
+        assert not sim.store.loads._queue
         assert sim.get(space, keys) == [sim.content(space, key, PAGE) for key in keys]
 
 
