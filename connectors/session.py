@@ -243,7 +243,7 @@ class Session:
         return report
 
     def _events(self, ticket: int, since: int) -> None:
-        events = self.store.events_since(since)[:EVENTS_MAX]
+        events = self.store.ledger.events_since(since)[:EVENTS_MAX]
         rows = [[e.sequence, e.kind, e.epoch, e.key, label(e.place)] for e in events]
         self.send(ticket, wire.Report({"events": rows}))
 

@@ -40,7 +40,7 @@ class Loads:
 
     def refused(self, namespace: Namespace, keys: Sequence[bytes]) -> None:
         """Nothing of it was begun: its client has too many loads open."""
-        tally = self._store.tallies.of(namespace.epoch)
+        tally = self._store.ledger.tallies.of(namespace.epoch)
         tally.asked += len(keys)
         tally.failed_loads[Miss.BUSY] += len(keys)
 
@@ -64,7 +64,7 @@ class Loads:
         """A slot to read into, or None: the load is in the queue and will be advanced."""
         store, head = self._store, self._queue.head
         may = head is None or head is load
-        record = store.place(namespace, key, length, State.READING) if may else None
+        record = store.placement.place(namespace, key, length, State.READING) if may else None
         if record is None:
             if not load.queued:
                 load.queued = True

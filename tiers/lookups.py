@@ -72,7 +72,7 @@ class Lookups:
             return Miss.NAMESPACE_PENDING
         if disk is not None and disk.down and disk.holds(namespace.epoch, key):
             return Miss.IO_ERROR
-        reason = self._store.ghosts.reason(namespace.epoch, key)
+        reason = self._store.ledger.ghosts.reason(namespace.epoch, key)
         if reason is not Miss.NEVER_SEEN:
             return reason
         if disk is not None and disk.was_reset(namespace.epoch, key):

@@ -229,7 +229,7 @@ def test_two_loads_share_one_read(tmp_path: Path) -> None:
         sim.runtime.settle()
         assert sim.slab is not None
         assert len([entry for entry in sim.slab.log if entry.name == "read"]) <= 2
-        assert sim.store.counts["promoted"] == 2
+        assert sim.store.ledger.counts["promoted"] == 2
         one, other = ({g.offset for g in sink.granted.values()} for sink in sinks)
         assert one == other
         ack_all(sim, sinks[0], loads[0])
@@ -260,8 +260,8 @@ def test_what_is_corrupt_in_memory_is_served_from_disk(tmp_path: Path) -> None:
         assert record is not None
         sim.store.view(record, PAGE)[100] ^= 4
         assert sim.get(space, keys) == [sim.content(space, key, PAGE) for key in keys]
-        assert sim.store.counts["memory_corrupt"] == 1
-        assert sim.store.counts["promoted"] == 1
+        assert sim.store.ledger.counts["memory_corrupt"] == 1
+        assert sim.store.ledger.counts["promoted"] == 1
 
 
 def test_a_record_that_two_loads_find_corrupt_is_counted_once() -> None:
@@ -276,7 +276,7 @@ def test_a_record_that_two_loads_find_corrupt_is_counted_once() -> None:
             sim.store.load(ONE, space, keys, sink)
         sim.runtime.settle()
         assert [sink.failures for sink in sinks] == [{0: Miss.CORRUPT}] * 2
-        assert sim.store.counts["memory_corrupt"] == 1
+        assert sim.store.ledger.counts["memory_corrupt"] == 1
 
 
 # -- ending ---------------------------------------------------------------------------------------
