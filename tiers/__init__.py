@@ -16,7 +16,10 @@ their faults |
 | `mover` | which memory records ebb to disk, and when |
 | `reservations` | slots being written |
 | `load`, `loads` | a lease that streams records upwards; those that are open, and their turns |
-| `ghosts`, `pins` | why a key is gone; records kept whatever their recency |
+| `placement`, `pins` | slots for new records, and who leaves for them; records kept whatever their
+recency |
+| `ledger`, `ghosts` | what becomes of records, written down; why a key is gone |
+| `drain`, `report` | writing all of memory out before an end; a store in numbers |
 | `store`, `opening` | the verbs, and the only thing that connectors talk to; opening and closing it
 all |
 """

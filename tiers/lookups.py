@@ -99,7 +99,7 @@ class Lookups:
                 disk.index.touch(row)
 
     def disk_rows(self, namespace: Namespace, keys: Sequence[bytes]) -> Ints:
-        """See `Store.disk_rows`."""
+        """Per key its row in the disk tier's index, or NO_ROW; all of them while it is down."""
         disk = self._store.disk
         if disk is None or disk.down:
             return np.full(len(keys), NO_ROW)

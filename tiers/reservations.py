@@ -55,7 +55,7 @@ class Reservations:
         """See `Store.reserve`."""
         store, ledger = self._store, self._store.ledger
         stride = store.memory.space.stride(length)
-        on_disk = store.disk_rows(namespace, keys).tolist()
+        on_disk = store.lookups.disk_rows(namespace, keys).tolist()
         grants: list[Grant] = []
         for key, row in zip(keys, on_disk, strict=True):
             if store.memory.find(namespace.epoch, key) is not None or row != NO_ROW:

@@ -1,8 +1,9 @@
 """The store: the verbs of ebbtide, over a memory tier and an optional disk tier.
 
 One object, one control thread, no I/O of its own: blocking work goes to the runtime's threads and
-comes back as calls. Everything that connectors need is a public method here; what each may cost
-and who may call it stands with it. All of them are called on the control thread and none waits.
+comes back as calls. Everything that engines need is a public method here; what each may cost and
+who may call it stands with it. All of them are called on the control thread and none waits. What
+commands ask for is in `care`, what was counted in `ledger`.
 """
 
 from __future__ import annotations
@@ -11,17 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 from ebbtide.errors import MisuseError
 from ebbtide.tiers.care import Care
-from ebbtide.tiers.ledger import DISK_COUNTS, Ledger
+from ebbtide.tiers.drain import Drain
+from ebbtide.tiers.ledger import Ledger
 from ebbtide.tiers.loads import Loads
 from ebbtide.tiers.lookups import Lookups
-from ebbtide.tiers.memory import MemoryRecord, MemoryTier, State
+from ebbtide.tiers.memory import MemoryTier, State
 from ebbtide.tiers.mover import Mover
 from ebbtide.tiers.namespaces import Namespaces
 from ebbtide.tiers.pins import Pins
 from ebbtide.tiers.placement import Placement
 from ebbtide.tiers.quotas import Quotas
 from ebbtide.tiers.reasons import Miss
-from ebbtide.tiers.reservations import Grant, Reservations
+from ebbtide.tiers.report import report_of, shares_of
+from ebbtide.tiers.reservations import Reservations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -32,9 +35,10 @@ if TYPE_CHECKING:
     from ebbtide.tiers.disk import DiskTier
     from ebbtide.tiers.index import StoredNamespace
     from ebbtide.tiers.load import Load, Sink
+    from ebbtide.tiers.memory import MemoryRecord
     from ebbtide.tiers.namespace import Namespace
+    from ebbtide.tiers.reservations import Grant
     from ebbtide.tiers.runtime import Runtime, Timer
-    from ebbtide.tiers.segments import Ints
 
 
 class Store:
@@ -63,12 +67,12 @@ class Store:
         self.ledger = Ledger(self.memory, bounds)
         self.namespaces = Namespaces(stored_namespaces, bounds.namespaces_max)
         self.quotas = quotas or Quotas()
-        self.care = Care(self)
-        self._lookups = Lookups(self)
-        self._reservations = Reservations(self)
         self.pins = Pins(self.memory, bounds.pinned_max_bytes)
+        self.lookups = Lookups(self)
         self.placement = Placement(self)
+        self._reservations = Reservations(self)
         self.loads = Loads(self)
+        self.care = Care(self)
         self._save_timer: Timer | None = None
         self.mover: Mover | None = None
         if disk is not None:
@@ -127,7 +131,7 @@ class Store:
 
     def held(self, namespace: Namespace) -> tuple[int, int]:
         """(records, payload bytes) that a new engine of this namespace finds. O(records held)."""
-        return self._lookups.held(namespace)
+        return self.lookups.held(namespace)
 
     # -- lookup ---------------------------------------------------------------------------------
 
@@ -137,18 +141,18 @@ class Store:
         A chain is of use up to its first gap: only so many missing keys as `REASONS_MAX` are
         looked into, the rest are `behind_miss`. O(keys); a millisecond or two for 8,192.
         """
-        return self._lookups.states(namespace, keys)
+        return self.lookups.states(namespace, keys)
 
     def miss_reason(self, namespace: Namespace, key: bytes) -> Miss:
         """Why a key that no tier holds is missing. Up to 0.1 ms: it is looked for in others too."""
-        return self._lookups.reason(namespace, key)
+        return self.lookups.reason(namespace, key)
 
     def touch(self, namespace: Namespace, keys: Sequence[bytes]) -> None:
         """Recency, in every tier that holds them: once per admitted request, with its whole chain.
 
         From the last key to the first, so that a chain loses its tail first. O(keys).
         """
-        self._lookups.touch(namespace, keys)
+        self.lookups.touch(namespace, keys)
 
     # -- reserve, commit, abort -----------------------------------------------------------------
 
@@ -249,43 +253,11 @@ class Store:
 
     def stats(self) -> dict[str, object]:
         """Numbers for humans and metrics. O(open namespaces)."""
-        memory, disk = self.memory, self.disk
-        report: dict[str, object] = {
-            "memory": {
-                "capacity_bytes": memory.space.capacity_bytes,
-                "used_bytes": memory.space.used_bytes,
-                "payload_bytes": memory.space.payload_bytes,
-                "padding_bytes": memory.space.used_bytes - memory.space.payload_bytes,
-                "records": memory.in_state[State.WHOLE],
-                "dirty_bytes": memory.dirty_bytes,
-                "reserved_bytes": memory.reserved_bytes,
-                "pinned_bytes": memory.pinned_bytes,
-                "kept_bytes": self.pins.kept_bytes,
-                "kept_max_bytes": self.bounds.pinned_max_bytes,
-                "huge_pages": self.arena.huge_pages,
-            },
-            "counts": dict(self.ledger.counts),
-            "loads": len(self.loads),
-            "reservations": self.reservations,
-            "ghosts": len(self.ledger.ghosts),
-            "events": self.ledger.event_sequence,
-            "namespaces": {
-                namespace.digest.hex(): self.shares(namespace) for namespace in self.namespaces
-            },
-        }
-        if disk is not None and self.mover is not None:
-            report["disk"] = {
-                "capacity_bytes": disk.space.capacity_bytes,
-                "used_bytes": disk.space.used_bytes,
-                "payload_bytes": disk.space.payload_bytes,
-                "records": disk.index.whole,
-                **{name: self.ledger.disk_count(name) for name in DISK_COUNTS},
-                "quarantined_bytes": disk.quarantined_bytes,
-                "down": disk.down or "",
-                "direct_io": disk.slab.direct,
-                "demoted_bytes": self.mover.moved_bytes,
-            }
-        return report
+        return report_of(self)
+
+    def view(self, record: MemoryRecord, length: int) -> memoryview:
+        """The first `length` bytes of the record's slot."""
+        return self.arena.view(record.offset, length)
 
     @property
     def reservations(self) -> int:
@@ -294,16 +266,7 @@ class Store:
 
     def shares(self, namespace: Namespace | StoredNamespace) -> dict[str, Any]:
         """What a namespace holds of the tiers and may hold, for humans and metrics. O(1)."""
-        epoch = namespace.epoch
-        quota = self.quotas.of(namespace.digest, namespace.descriptor)
-        disk_bytes = self.disk.space.shares.used_of[epoch] if self.disk is not None else 0
-        return {
-            "memory_slot_bytes": self.memory.space.shares.used_of[epoch],
-            "disk_slot_bytes": disk_bytes,
-            "floor": quota.floor,
-            "cap": quota.cap,
-            **self.ledger.tallies.of(epoch).quota_labels(),
-        }
+        return shares_of(self, namespace)
 
     def check_integrity(self) -> None:
         """Raise MisuseError when any tier contradicts itself. O(slots); for tests and `fsck`."""
@@ -317,38 +280,8 @@ class Store:
         """Write to disk what only memory holds. `done(everything is durable)`, by the deadline."""
         if self.disk is None or self.mover is None:
             done(not self.memory.dirty)
-            return
-        disk, mover = self.disk, self.mover
-        timer: Timer | None = None
-        answered = False
-
-        def answer(ok: bool) -> None:
-            nonlocal answered
-            if not answered:
-                answered = True
-                assert timer is not None
-                timer.cancel()
-                done(ok)
-
-        def flushed(ok: bool) -> None:
-            if not ok or (not self.memory.dirty and mover.idle):
-                disk.save_recency(lambda saved: answer(ok and saved))
-            else:
-                look()
-
-        def look() -> None:
-            if answered:
-                return
-            if disk.down:
-                answer(False)
-            elif self.memory.dirty or not mover.idle:
-                mover.drain()
-                self.runtime.call_later(0.005, look)
-            else:
-                disk.flush(flushed)
-
-        timer = self.runtime.call_later(deadline_s, lambda: answer(False))
-        look()
+        else:
+            Drain(self.runtime, self.memory, self.disk, self.mover, deadline_s, done)
 
     def flush(self, done: Callable[[bool], None]) -> None:
         """`done(True)` when every disk write and reset before this call is durable."""
@@ -387,16 +320,6 @@ class Store:
             self._assign_quota(open_one)
         self.mover.run()
         self.loads.slots_freed()
-
-    # -- for loads and reservations -------------------------------------------------------------
-
-    def view(self, record: MemoryRecord, length: int) -> memoryview:
-        """The first `length` bytes of the record's slot."""
-        return self.arena.view(record.offset, length)
-
-    def disk_rows(self, namespace: Namespace, keys: Sequence[bytes]) -> Ints:
-        """Per key its row in the disk tier's index, or NO_ROW; all of them while it is down."""
-        return self._lookups.disk_rows(namespace, keys)
 
     # -- inside ---------------------------------------------------------------------------------
 
