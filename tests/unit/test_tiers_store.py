@@ -331,6 +331,25 @@ def test_a_drain_that_cannot_end_is_answered_by_its_deadline(tiered: SimStore, p
     assert answers == [False]  # once
 
 
+def test_a_drain_includes_what_comes_meanwhile(tiered: SimStore) -> None:
+    space = tiered.namespace()
+    tiered.put(space, keys_of(1), PAGE)
+    tiered.runtime.hold(COMMIT)
+    answers: list[bool] = []
+    tiered.store.drain(60.0, answers.append)
+    tiered.runtime.pass_time(1.0)
+    tiered.runtime.hold(WRITE)
+    tiered.put(space, keys_of(2), PAGE)
+    tiered.runtime.let_go(COMMIT)
+    tiered.runtime.pass_time(1.0)
+    assert answers == []
+    tiered.runtime.let_go(WRITE)
+    tiered.runtime.run_until(lambda: bool(answers))
+    assert answers == [True]
+    tiered.lose_power()
+    assert tiered.store.lookup(tiered.namespace(), keys_of(1, 2)) == bytes([Place.DISK] * 2)
+
+
 def test_a_memory_made_smaller_than_a_record_on_disk_misses_it_once(tmp_path: Path) -> None:
     with SimStore(1, 64 * PAGE, disk_path=str(tmp_path / "d"), slab_bytes=64 * PAGE) as sim:
         sim.put(sim.namespace(), keys_of(1), 9 * PAGE)
