@@ -10,7 +10,8 @@ import pytest
 
 from ebbtide.connectors import protocol as wire
 from ebbtide.connectors import session as session_module
-from ebbtide.connectors.client import LocalClient, ask
+from ebbtide.connectors.client import ask
+from ebbtide.connectors.local_client import LocalClient
 from ebbtide.connectors.session import Session
 from ebbtide.errors import MisuseError
 from ebbtide.tiers.arena import Arena
