@@ -6,7 +6,7 @@ refusals and the same evictions here.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ebbtide.allocator.admission import check_counts, check_hash_block_size, check_hits
 from ebbtide.allocator.cache_rules import cache_rules
@@ -18,7 +18,7 @@ from ebbtide.allocator.coordinator import (
 )
 from ebbtide.allocator.eviction_policy import DEFAULT_POLICY
 from ebbtide.allocator.full_attention import FullAttentionGroup
-from ebbtide.allocator.pool import BlockPool, KeyEvents, Residency
+from ebbtide.allocator.pool import BlockPool
 from ebbtide.allocator.prefix_stats import PrefixCacheStats
 from ebbtide.errors import ConfigError, MisuseError
 
@@ -26,34 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from ebbtide.allocator.block import Block
+    from ebbtide.allocator.followers import CacheEvents, Residency
     from ebbtide.allocator.group_spec import GroupSpec
     from ebbtide.allocator.request import Request
-
-
-class CacheEvents(KeyEvents, Protocol):
-    """Whoever follows what becomes findable, and what not any more. Must not raise."""
-
-    def stored(
-        self,
-        request: Request,
-        group: int,
-        spec: GroupSpec,
-        start: int,
-        end: int,
-        kept: Sequence[int],
-    ) -> None:
-        """Blocks [start, end) of a request became full; `kept` are the numbers of those cached."""
-        ...
-
-    def stored_partial(
-        self, request: Request, group: int, spec: GroupSpec, end_tokens: int
-    ) -> None:
-        """The hash boundary at `end_tokens`, inside a block, can be found."""
-        ...
-
-    def reused(self, request: Request, group: int, spec: GroupSpec, end: int) -> None:
-        """A lookup found blocks [0, end) of a request that wants to be told of all its blocks."""
-        ...
 
 
 class KVCacheManager:

@@ -6,7 +6,6 @@ everything works through numpy and hashlib. `EBBTIDE_PURE=1` leaves the compiled
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -42,17 +41,6 @@ class Hasher(Protocol):
         ...
 
 
-@functools.cache
-def hasher() -> Hasher | None:
-    """The compiled hasher, or None: not built, not wanted, or not right on this machine.
-
-    Raises ConfigError for a value of EBBTIDE_PURE other than 0 and 1. The first call takes a
-    millisecond.
-    """
-    found: Hasher | None = compiled_module(MODULE, is_right, "compiled hasher")
-    return found
-
-
 def is_right(found: Hasher) -> bool:
     """Whether both of its SHA-256 agree with hashlib on tokens of all widths and block sizes."""
     tokens = [(i * i * 977) % 2**62 >> (i % 8 * 8) for i in range(4096)]
@@ -69,3 +57,7 @@ def is_right(found: Hasher) -> bool:
                 if found.hash_blocks(tokens, block_size, 0, 2, first, suffix, portable) != expected:
                     return False
     return True
+
+
+hasher = compiled_module(MODULE, is_right, "compiled hasher")
+"""The compiled hasher, or None; see `compiled_module`. The first call takes a millisecond."""

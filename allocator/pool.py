@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ebbtide.allocator.block import Block
 from ebbtide.allocator.eviction_policy import DEFAULT_POLICY, eviction_policy
@@ -13,33 +13,9 @@ from ebbtide.errors import MisuseError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from ebbtide.allocator.followers import KeyEvents, Residency
+
 logger = logging.getLogger(__name__)
-
-
-class KeyEvents(Protocol):
-    """Whoever follows which keys can be found. Called after the pool has changed; must not raise
-    and must not call the pool.
-    """
-
-    def removed(self, key: bytes) -> None:
-        """A block does not serve the key any more; a duplicate may."""
-        ...
-
-    def cleared(self) -> None:
-        """No key can be found any more."""
-        ...
-
-
-class Residency(Protocol):
-    """Whoever follows how long blocks live. The same rules."""
-
-    def allocated(self, block_id: int) -> None: ...
-
-    def accessed(self, block_id: int) -> None: ...
-
-    def evicted(self, block_id: int) -> None: ...
-
-    def cleared(self) -> None: ...
 
 
 class BlockPool:

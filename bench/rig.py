@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ebbtide.config import check_fits, check_record_fits, load_config
-from ebbtide.connectors.client import LocalClient
+from ebbtide.connectors.local_client import LocalClient
 from ebbtide.errors import ConfigError
 from ebbtide.sizes import exact_size, parse_size, round_up
 from ebbtide.tiers.directory import Geometry

@@ -11,7 +11,8 @@
 | `connection`, `server`, `serve` | the store's process |
 | `announce`, `systemd`, `traffic` | what it says of itself, and what it counts of its socket |
 | `http` | probes and numbers over HTTP |
-| `client_interface`, `client` | submit and poll: the same over a socket and in-process |
+| `client_interface` | submit and poll |
+| `client`, `local_client` | the same over a socket and in-process |
 | `record_client`, `async_client`, `record_steps` | records from plain Python |
 | `owner` | commands to a store that runs |
 | `process` | starting a private store |

@@ -1,6 +1,4 @@
-"""The two clients: `SocketClient` talks to a store's process, `LocalClient` to a store in this
-process. Both are used from one thread.
-"""
+"""The client that talks to a store's process, over its socket. Used from one thread."""
 
 from __future__ import annotations
 
@@ -26,17 +24,14 @@ from ebbtide.connectors.client_interface import (
     error_of,
 )
 from ebbtide.connectors.endpoint import peer_uid, receive_with_fds, trusted
-from ebbtide.connectors.session import Session, failure_of
+from ebbtide.connectors.session import failure_of
 from ebbtide.errors import MisuseError, ProtocolError, TierUnavailableError
 from ebbtide.tiers.arena import Arena
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from ebbtide.tiers.runtime import ThreadRuntime
-    from ebbtide.tiers.store import Store
-
-__all__ = ["Client", "Completion", "LocalClient", "SocketClient", "ask", "error_of"]
+__all__ = ["Client", "Completion", "SocketClient", "ask", "error_of"]
 
 _log = logging.getLogger("ebbtide.client")
 
@@ -46,67 +41,6 @@ BACKOFF_FIRST_S = 0.05
 BACKOFF_MAX_S = 1.0
 OUTBOX_BYTES_MAX = 2 * wire.FRAME_BYTES_MAX
 RECEIVE_BYTES = 64 << 10
-
-
-class LocalClient:
-    """A client of a store in the same process, for tests, simulations and benchmarks."""
-
-    def __init__(self, store: Store, runtime: ThreadRuntime, engine: bytes | None = None) -> None:
-        self.incarnation = 1
-        self.arena_generation = 1
-        self.arena: Arena | None = store.arena
-        self.load_window_bytes = store.bounds.load_window_bytes
-        self._runtime = runtime
-        self._completions: deque[Completion] = deque()
-        self._tickets = itertools.count(1)
-        self._closed = False
-        self._session = Session(store, engine or os.urandom(16), self._receive)
-
-    @property
-    def engine(self) -> bytes:
-        return self._session.engine
-
-    def submit(self, message: wire.Message) -> int:
-        ticket = next(self._tickets)
-        refusal = LOST if self._closed else self._refusal(ticket, message)
-        if refusal is None:
-            self._session.handle(ticket, message)
-        else:
-            self._receive(ticket, refusal)
-        return ticket
-
-    def notify(self, message: wire.Message) -> None:
-        if not self._closed and self._refusal(0, message) is None:
-            self._session.handle(0, message)
-
-    def poll(self) -> list[Completion]:
-        self._runtime.run_ready()
-        completions, self._completions = self._completions, deque()
-        return list(completions)
-
-    def wait(self, timeout_s: float) -> None:
-        if not self._completions:
-            self._runtime.wait(timeout_s)
-
-    def close(self) -> None:
-        """The store stays open. What this client held is given back: no process of it lives on."""
-        if self._closed:
-            return
-        self._closed = True
-        self._session.disconnected()
-        self._session.store.engine_gone(self.engine)
-        self.arena = None
-
-    def _receive(self, ticket: int, message: wire.Message) -> None:
-        self._completions.append(Completion(ticket, message, not isinstance(message, STREAMING)))
-
-    def _refusal(self, ticket: int, message: wire.Message) -> wire.Failure | None:
-        """What no socket would carry is refused here too."""
-        try:
-            wire.encode(ticket, message)
-        except MisuseError as error:
-            return failure_of(error)
-        return None
 
 
 class SocketClient:

@@ -180,7 +180,7 @@ class StoreServer:
 
     def count_fault(self) -> None:
         """A callback raised: a bug, logged with its trace. The store goes on."""
-        self.store.counts["faults"] += 1
+        self.store.ledger.counts["faults"] += 1
 
     def engine_connected(
         self, engine: bytes, connection: Connection, process: Process | None, *, works: bool

@@ -212,7 +212,7 @@ class Session:
         if ticket in self._loads:
             raise MisuseError("A load with this ticket is still open", ticket=ticket)
         if len(self._loads) >= LOADS_MAX:
-            self.store.load_refused(namespace, message.keys)
+            self.store.loads.refused(namespace, message.keys)
             replies.failed([(position, Miss.BUSY) for position in range(len(message.keys))])
             replies.done()
             return
@@ -243,7 +243,7 @@ class Session:
         return report
 
     def _events(self, ticket: int, since: int) -> None:
-        events = self.store.events_since(since)[:EVENTS_MAX]
+        events = self.store.ledger.events_since(since)[:EVENTS_MAX]
         rows = [[e.sequence, e.kind, e.epoch, e.key, label(e.place)] for e in events]
         self.send(ticket, wire.Report({"events": rows}))
 

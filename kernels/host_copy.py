@@ -6,7 +6,6 @@ with `EBBTIDE_PURE=1`, `copy` moves the same bytes by torch.
 
 from __future__ import annotations
 
-import functools
 import os
 from typing import TYPE_CHECKING, Protocol
 
@@ -59,17 +58,6 @@ class Copier(Protocol):
         Raises ValueError before the first byte moves for ids and offsets that do not fit.
         """
         ...
-
-
-@functools.cache
-def copier() -> Copier | None:
-    """The compiled copier, or None: not built, not wanted, or not right on this machine.
-
-    Raises ConfigError for a value of EBBTIDE_PURE other than 0 and 1. The first call takes a
-    millisecond.
-    """
-    found: Copier | None = compiled_module(MODULE, is_right, "compiled copier")
-    return found
 
 
 def copy_on_host(
@@ -173,3 +161,7 @@ def is_right(found: Copier) -> bool:
             if not all(map(np.array_equal, (pages, arena), expected)):
                 return False
     return True
+
+
+copier = compiled_module(MODULE, is_right, "compiled copier")
+"""The compiled copier, or None; see `compiled_module`. The first call takes a millisecond."""

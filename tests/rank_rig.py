@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ebbtide.config import load_config
-from ebbtide.connectors.client import LocalClient
+from ebbtide.connectors.local_client import LocalClient
 from ebbtide.connectors.offload.groups import KVGroup, KVGroups
 from ebbtide.connectors.offload.scheduler import OffloadScheduler, SchedulerBounds
 from ebbtide.connectors.offload.worker import OffloadWorker

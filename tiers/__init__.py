@@ -14,8 +14,12 @@ their faults |
 | `disk`, `commit` | the tier over them; its write order |
 | `planner`, `device` | which device blocks ebb in a step (pure); copies between device and arena |
 | `mover` | which memory records ebb to disk, and when |
-| `reservations`, `load` | slots being written; a lease that streams records upwards |
-| `ghosts`, `pins` | why a key is gone; records kept whatever their recency |
+| `reservations` | slots being written |
+| `load`, `loads` | a lease that streams records upwards; those that are open, and their turns |
+| `placement`, `pins` | slots for new records, and who leaves for them; records kept whatever their
+recency |
+| `ledger`, `ghosts` | what becomes of records, written down; why a key is gone |
+| `drain`, `report` | writing all of memory out before an end; a store in numbers |
 | `store`, `opening` | the verbs, and the only thing that connectors talk to; opening and closing it
 all |
 """

@@ -100,7 +100,7 @@ class Keeps:
             rest = partial(self._let_go_some, records[PIECE:], count, done)
             self._store.runtime.call_later(0.0, rest)
             return
-        self._store.slots_freed()
+        self._store.loads.slots_freed()
         done(count)
 
     def _share(self) -> dict[str, int]:

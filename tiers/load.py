@@ -139,7 +139,7 @@ class Load:
         while self._todo and self._take(self._todo[0], verify, read, failures):
             self._todo.popleft()
         if self.queued and not self._wants_slot:  # its place belongs to those who do
-            self._store.leave_queue(self)
+            self._store.loads.leave_queue(self)
         if failures:
             self._fail(failures)
         if verify:
@@ -183,15 +183,17 @@ class Load:
             return True
         assert store.disk is not None
         if on_disk.length > store.memory.space.largest_bytes:
-            failures.append((position, store.too_large(on_disk)))
+            store.disk.discard(on_disk)  # memory was made smaller since: never promise it again
+            store.ledger.not_admitted(on_disk, Miss.NOT_ADMITTED)
+            failures.append((position, Miss.NOT_ADMITTED))
             return True
-        if not store.fits_cap(self._namespace, on_disk.length):
+        if not store.memory.space.fits_cap(self.epoch, on_disk.length):
             failures.append((position, Miss.OVER_QUOTA))
             return True
         if not self._fits(store.memory.space.stride(on_disk.length)):
             return False
         self.wanted_bytes = on_disk.length
-        promoted = store.place_for_load(self, self._namespace, key, on_disk.length)
+        promoted = store.loads.place(self, self._namespace, key, on_disk.length)
         if promoted is None:
             self._wants_slot = True
             return False
@@ -217,7 +219,7 @@ class Load:
     def _let_go(self, record: MemoryRecord) -> None:
         self._held_bytes -= record.stride
         self._store.memory.unpin(record)
-        self._store.slots_freed()
+        self._store.loads.slots_freed()
 
     # -- records in memory ----------------------------------------------------------------------
 
@@ -244,7 +246,7 @@ class Load:
                     granted.append(step)
                     continue
                 if not good[number]:
-                    store.memory_corrupt(step.record)
+                    self._corrupt(step.record)
                 self._let_go(step.record)
                 self._todo.append(step.position)  # the disk tier may hold it; else it is a miss now
             self._grant(granted)
@@ -253,6 +255,14 @@ class Load:
 
         self._running += 1
         store.runtime.start(VERIFY, check, range(len(steps)), checked)
+
+    def _corrupt(self, record: MemoryRecord) -> None:
+        """Its bytes in the arena do not verify any more: a miss from now on."""
+        store = self._store
+        if not record.doomed:
+            store.memory.discard(record)
+            store.pins.drop(record)
+            store.ledger.corrupt(record)
 
     # -- records on disk ------------------------------------------------------------------------
 
@@ -277,11 +287,14 @@ class Load:
                 if record.doomed:
                     failure = failure or Miss.RESET
                 if failure is None:
-                    store.promoted(record, on_disk)
+                    store.memory.publish(record, on_disk.digest, None)  # the disk copy stays
+                    store.ledger.promoted(record)
                     granted.append(step)
                 else:
                     failures.append((step.position, failure))
-                    store.promotion_failed(record, failure)
+                    store.ledger.promotion_failed(record, failure)
+                    if not record.doomed:
+                        store.memory.discard(record)
                     self._let_go(record)
             self._grant(granted)
             if failures:
@@ -308,7 +321,7 @@ class Load:
             return
         batch, self._next_batch = self._next_batch, self._next_batch + 1
         self._batches[batch] = [step.record for step in steps]
-        self._store.counts["granted_bytes"] += sum(step.record.length for step in steps)
+        self._store.ledger.counts["granted_bytes"] += sum(step.record.length for step in steps)
         self._tally.hits.update(step.source for step in steps)
         self._sink.batch(
             batch,
@@ -321,7 +334,7 @@ class Load:
 
     @property
     def _tally(self) -> Tally:
-        return self._store.tallies.of(self._namespace.epoch)
+        return self._store.ledger.tallies.of(self._namespace.epoch)
 
     def _chunks(self, steps: list[_Step]) -> list[list[_Step]]:
         """Jobs of about `job_bytes`, so that the first records of a long load arrive early."""
@@ -343,7 +356,7 @@ class Load:
             self._maybe_over()
 
     def _maybe_over(self) -> None:
-        self._store.load_ended(self)
+        self._store.loads.ended(self)
         if self.over and not self._told_over:
             self._told_over = True
             self._sink.over()

@@ -72,7 +72,7 @@ class Lookups:
             return Miss.NAMESPACE_PENDING
         if disk is not None and disk.down and disk.holds(namespace.epoch, key):
             return Miss.IO_ERROR
-        reason = self._store.ghosts.reason(namespace.epoch, key)
+        reason = self._store.ledger.ghosts.reason(namespace.epoch, key)
         if reason is not Miss.NEVER_SEEN:
             return reason
         if disk is not None and disk.was_reset(namespace.epoch, key):
@@ -99,7 +99,7 @@ class Lookups:
                 disk.index.touch(row)
 
     def disk_rows(self, namespace: Namespace, keys: Sequence[bytes]) -> Ints:
-        """See `Store.disk_rows`."""
+        """Per key its row in the disk tier's index, or NO_ROW; all of them while it is down."""
         disk = self._store.disk
         if disk is None or disk.down:
             return np.full(len(keys), NO_ROW)

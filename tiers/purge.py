@@ -149,7 +149,7 @@ class _Purge:
     def _wiped(self, piece: list[MemoryRecord]) -> None:
         for record in piece:
             self._store.memory.unpin(record)
-        self._store.slots_freed()
+        self._store.loads.slots_freed()
         self._pause_s["memory"] = LOOK_AGAIN_S[0]
         self._look_at_memory()
 

@@ -53,9 +53,9 @@ class Reservations:
         self, engine: bytes, namespace: Namespace, keys: Sequence[bytes], length: int
     ) -> tuple[list[Grant], Miss | None]:
         """See `Store.reserve`."""
-        store = self._store
+        store, ledger = self._store, self._store.ledger
         stride = store.memory.space.stride(length)
-        on_disk = store.disk_rows(namespace, keys).tolist()
+        on_disk = store.lookups.disk_rows(namespace, keys).tolist()
         grants: list[Grant] = []
         for key, row in zip(keys, on_disk, strict=True):
             if store.memory.find(namespace.epoch, key) is not None or row != NO_ROW:
@@ -64,14 +64,14 @@ class Reservations:
             reason = self._refused(engine, namespace, stride)
             record = None
             if reason is None:
-                record = store.place(namespace, key, length, State.RESERVED)
+                record = store.placement.place(namespace, key, length, State.RESERVED)
             if record is None:
                 reason = reason or self._why_busy(namespace, stride)
                 self._count_refusal(namespace, reason)
                 return grants, reason
-            missed = store.ghosts.reason(namespace.epoch, key)
+            missed = ledger.ghosts.reason(namespace.epoch, key)
             record.used_again = missed in WAS_HERE
-            store.tallies.of(namespace.epoch).misses[missed] += 1
+            ledger.tallies.of(namespace.epoch).misses[missed] += 1
             self._records[record.sequence] = record
             self._holdings.setdefault(engine, set()).add(record.sequence)
             self._held_bytes[engine] += stride
@@ -99,8 +99,8 @@ class Reservations:
 
     def _count_refusal(self, namespace: Namespace, reason: Miss) -> None:
         store = self._store
-        store.counts[_REFUSALS[reason]] += 1
-        store.tallies.of(namespace.epoch).refused[reason] += 1
+        store.ledger.counts[_REFUSALS[reason]] += 1
+        store.ledger.tallies.of(namespace.epoch).refused[reason] += 1
         if store.mover is not None and reason is not Miss.STORE_SHED:
             store.mover.press()
 
@@ -122,7 +122,7 @@ class Reservations:
             codes = [self._publish(record, digests) for record in records]
             if store.mover is not None:
                 store.mover.run()
-            store.slots_freed()
+            store.loads.slots_freed()
             reply(bytes(codes))
 
         store.runtime.start(DIGEST, take, mine, taken)
@@ -161,7 +161,7 @@ class Reservations:
 
     def _drop(self, record: MemoryRecord, why: Miss) -> None:
         if not record.doomed:  # else it was counted when it was reset
-            self._store.tallies.of(record.epoch).abandoned[why] += 1
+            self._store.ledger.tallies.of(record.epoch).abandoned[why] += 1
             self._store.memory.discard(record)
         self._store.memory.unpin(record)
 
@@ -172,5 +172,9 @@ class Reservations:
             reason = Miss.RESET if record.doomed else Miss.IO_ERROR
             self._drop(record, reason)
             return reason
-        self._store.published(record, digests[record.sequence])
+        store = self._store
+        dirty_since = None if store.disk is None else store.runtime.now()
+        store.memory.publish(record, digests[record.sequence], dirty_since)
+        store.memory.unpin(record)
+        store.ledger.stored(record)
         return 0

@@ -1,29 +1,30 @@
 """The store: the verbs of ebbtide, over a memory tier and an optional disk tier.
 
 One object, one control thread, no I/O of its own: blocking work goes to the runtime's threads and
-comes back as calls. Everything that connectors need is a public method here; what each may cost
-and who may call it stands with it. All of them are called on the control thread and none waits.
+comes back as calls. Everything that engines need is a public method here; what each may cost and
+who may call it stands with it. All of them are called on the control thread and none waits. What
+commands ask for is in `care`, what was counted in `ledger`.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ebbtide.errors import MisuseError
 from ebbtide.tiers.care import Care
-from ebbtide.tiers.ghosts import Ghosts
-from ebbtide.tiers.load import Load, Sink
+from ebbtide.tiers.drain import Drain
+from ebbtide.tiers.ledger import Ledger
+from ebbtide.tiers.loads import Loads
 from ebbtide.tiers.lookups import Lookups
-from ebbtide.tiers.memory import MemoryRecord, MemoryTier, State
+from ebbtide.tiers.memory import MemoryTier, State
 from ebbtide.tiers.mover import Mover
 from ebbtide.tiers.namespaces import Namespaces
 from ebbtide.tiers.pins import Pins
+from ebbtide.tiers.placement import Placement
 from ebbtide.tiers.quotas import Quotas
-from ebbtide.tiers.reasons import Miss, Place, label
-from ebbtide.tiers.reservations import Grant, Reservations
-from ebbtide.tiers.slot_queue import SlotQueue
-from ebbtide.tiers.tally import Tallies
+from ebbtide.tiers.reasons import Miss
+from ebbtide.tiers.report import report_of, shares_of
+from ebbtide.tiers.reservations import Reservations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -32,26 +33,12 @@ if TYPE_CHECKING:
     from ebbtide.tiers.arena import Arena
     from ebbtide.tiers.bounds import Bounds
     from ebbtide.tiers.disk import DiskTier
-    from ebbtide.tiers.disk_record import DiskRecord
     from ebbtide.tiers.index import StoredNamespace
+    from ebbtide.tiers.load import Load, Sink
+    from ebbtide.tiers.memory import MemoryRecord
     from ebbtide.tiers.namespace import Namespace
+    from ebbtide.tiers.reservations import Grant
     from ebbtide.tiers.runtime import Runtime, Timer
-    from ebbtide.tiers.segments import Ints
-
-NOT_WRITTEN = (Miss.NOT_ADMITTED, Miss.OVER_QUOTA)  # why the disk tier may have refused a record
-
-
-DISK_COUNTS = ("write_bytes", "read_bytes", "corrupt", "evicted", "lost_batches")
-
-
-class Event(NamedTuple):
-    """Something that became true of a key. `kind` is "stored", "evicted", "lost" or "reset"."""
-
-    sequence: int
-    kind: str
-    epoch: int
-    key: bytes
-    place: Place
 
 
 class Store:
@@ -77,23 +64,15 @@ class Store:
         self.disk = disk
         self.bounds = bounds
         self.memory = MemoryTier(arena.capacity_bytes, alignment)
-        self.tallies = Tallies()
-        self.ghosts = Ghosts(bounds.ghost_entries, self.tallies)
-        self.counts: Counter[str] = Counter()
-        self._disk_before: Counter[str] = Counter()  # of tiers in whose place another one is
-        self.events: deque[Event] = deque(maxlen=bounds.event_entries)
-        self.event_sequence = 0
+        self.ledger = Ledger(self.memory, bounds)
         self.namespaces = Namespaces(stored_namespaces, bounds.namespaces_max)
         self.quotas = quotas or Quotas()
-        self._sequence = 0
-        self.care = Care(self)
-        self._lookups = Lookups(self)
-        self._reservations = Reservations(self)
         self.pins = Pins(self.memory, bounds.pinned_max_bytes)
-        self._loads: dict[bytes, dict[Load, None]] = {}  # in the order in which they came
-        self._load_engine: dict[Load, bytes] = {}
-        self._slot_queue = SlotQueue()
-        self._woken = False
+        self.lookups = Lookups(self)
+        self.placement = Placement(self)
+        self._reservations = Reservations(self)
+        self.loads = Loads(self)
+        self.care = Care(self)
         self._save_timer: Timer | None = None
         self.mover: Mover | None = None
         if disk is not None:
@@ -104,8 +83,8 @@ class Store:
                 disk,
                 bounds,
                 admission=admission,
-                on_progress=self.slots_freed,
-                on_refused=self._not_admitted,
+                on_progress=self.loads.slots_freed,
+                on_refused=self.ledger.not_admitted,
             )
             self._listen(disk)
             self._save_later()
@@ -152,7 +131,7 @@ class Store:
 
     def held(self, namespace: Namespace) -> tuple[int, int]:
         """(records, payload bytes) that a new engine of this namespace finds. O(records held)."""
-        return self._lookups.held(namespace)
+        return self.lookups.held(namespace)
 
     # -- lookup ---------------------------------------------------------------------------------
 
@@ -162,18 +141,18 @@ class Store:
         A chain is of use up to its first gap: only so many missing keys as `REASONS_MAX` are
         looked into, the rest are `behind_miss`. O(keys); a millisecond or two for 8,192.
         """
-        return self._lookups.states(namespace, keys)
+        return self.lookups.states(namespace, keys)
 
     def miss_reason(self, namespace: Namespace, key: bytes) -> Miss:
         """Why a key that no tier holds is missing. Up to 0.1 ms: it is looked for in others too."""
-        return self._lookups.reason(namespace, key)
+        return self.lookups.reason(namespace, key)
 
     def touch(self, namespace: Namespace, keys: Sequence[bytes]) -> None:
         """Recency, in every tier that holds them: once per admitted request, with its whole chain.
 
         From the last key to the first, so that a chain loses its tail first. O(keys).
         """
-        self._lookups.touch(namespace, keys)
+        self.lookups.touch(namespace, keys)
 
     # -- reserve, commit, abort -----------------------------------------------------------------
 
@@ -188,7 +167,7 @@ class Store:
         tier can hold.
         """
         if namespace.pending:
-            self.tallies.of(namespace.epoch).refused[Miss.NAMESPACE_PENDING] += 1
+            self.ledger.tallies.of(namespace.epoch).refused[Miss.NAMESPACE_PENDING] += 1
             return [], Miss.NAMESPACE_PENDING
         return self._reservations.reserve(engine, namespace, keys, length)
 
@@ -205,7 +184,7 @@ class Store:
     def abort(self, engine: bytes, sequences: Sequence[int]) -> bytes:
         """The slots will not be written any more and were never published. Codes as `commit`'s."""
         codes = self._reservations.abort(engine, sequences)
-        self.slots_freed()
+        self.loads.slots_freed()
         return codes
 
     # -- load -----------------------------------------------------------------------------------
@@ -215,23 +194,7 @@ class Store:
 
         May call the sink before it returns. Each key is named once.
         """
-        load = Load(self, namespace, keys, sink)
-        self._loads.setdefault(engine, {})[load] = None
-        self._load_engine[load] = engine
-        load.advance()
-        return load
-
-    def load_refused(self, namespace: Namespace, keys: Sequence[bytes]) -> None:
-        """Nothing of it was begun: its client has too many loads open."""
-        tally = self.tallies.of(namespace.epoch)
-        tally.asked += len(keys)
-        tally.failed_loads[Miss.BUSY] += len(keys)
-
-    def load_ended(self, load: Load) -> None:
-        """Called by the load itself when it is `done`, perhaps also `over`."""
-        if load.over:
-            engine = self._load_engine.pop(load, b"")
-            self._loads.get(engine, {}).pop(load, None)
+        return self.loads.start(engine, namespace, keys, sink)
 
     # -- leaving, reset, pins -------------------------------------------------------------------
 
@@ -241,12 +204,10 @@ class Store:
         Nobody can write or read its slots any more. Its reserved slots are freed, its loads and its
         pins end.
         """
-        self.counts["reclaimed_slots"] += self._reservations.engine_gone(engine)
-        for load in list(self._loads.pop(engine, ())):
-            self._load_engine.pop(load, None)
-            load.abandon()
+        self.ledger.counts["reclaimed_slots"] += self._reservations.engine_gone(engine)
+        self.loads.engine_gone(engine)
         self.pins.engine_gone(engine)
-        self.slots_freed()
+        self.loads.slots_freed()
 
     def reset(self, namespace: Namespace | None, reply: Callable[[bool], None]) -> None:
         """Forget a namespace, or all.
@@ -272,7 +233,7 @@ class Store:
             settled(True)
         for target in targets:
             self._reset_one(target, settled)
-        self.slots_freed()
+        self.loads.slots_freed()
 
     def pin(self, engine: bytes, namespace: Namespace, keys: Iterable[bytes]) -> int:
         """Keep records in memory until `unpin`, or until the engine is gone. Returns how many are
@@ -285,59 +246,18 @@ class Store:
     def unpin(self, engine: bytes, namespace: Namespace, keys: Iterable[bytes]) -> int:
         """Undo one `pin` of the engine's own per key. Returns how many pins were given back."""
         given_back = self.pins.unpin(engine, namespace.epoch, keys)
-        self.slots_freed()
+        self.loads.slots_freed()
         return given_back
 
     # -- looking at it --------------------------------------------------------------------------
 
     def stats(self) -> dict[str, object]:
         """Numbers for humans and metrics. O(open namespaces)."""
-        memory, disk = self.memory, self.disk
-        report: dict[str, object] = {
-            "memory": {
-                "capacity_bytes": memory.space.capacity_bytes,
-                "used_bytes": memory.space.used_bytes,
-                "payload_bytes": memory.space.payload_bytes,
-                "padding_bytes": memory.space.used_bytes - memory.space.payload_bytes,
-                "records": memory.in_state[State.WHOLE],
-                "dirty_bytes": memory.dirty_bytes,
-                "reserved_bytes": memory.reserved_bytes,
-                "pinned_bytes": memory.pinned_bytes,
-                "kept_bytes": self.pins.kept_bytes,
-                "kept_max_bytes": self.bounds.pinned_max_bytes,
-                "huge_pages": self.arena.huge_pages,
-            },
-            "counts": dict(self.counts),
-            "loads": self.loads,
-            "reservations": self.reservations,
-            "ghosts": len(self.ghosts),
-            "events": self.event_sequence,
-            "namespaces": {
-                namespace.digest.hex(): self.shares(namespace) for namespace in self.namespaces
-            },
-        }
-        if disk is not None and self.mover is not None:
-            report["disk"] = {
-                "capacity_bytes": disk.space.capacity_bytes,
-                "used_bytes": disk.space.used_bytes,
-                "payload_bytes": disk.space.payload_bytes,
-                "records": disk.index.whole,
-                **{name: self.disk_count(name) for name in DISK_COUNTS},
-                "quarantined_bytes": disk.quarantined_bytes,
-                "down": disk.down or "",
-                "direct_io": disk.slab.direct,
-                "demoted_bytes": self.mover.moved_bytes,
-            }
-        return report
+        return report_of(self)
 
-    def disk_count(self, name: str) -> int:
-        """One of `DISK_COUNTS` since the store was opened: a tier that comes back goes on."""
-        return self._disk_before[name] + (getattr(self.disk, name) if self.disk is not None else 0)
-
-    @property
-    def loads(self) -> int:
-        """Loads that have not ended."""
-        return len(self._load_engine)
+    def view(self, record: MemoryRecord, length: int) -> memoryview:
+        """The first `length` bytes of the record's slot."""
+        return self.arena.view(record.offset, length)
 
     @property
     def reservations(self) -> int:
@@ -346,20 +266,7 @@ class Store:
 
     def shares(self, namespace: Namespace | StoredNamespace) -> dict[str, Any]:
         """What a namespace holds of the tiers and may hold, for humans and metrics. O(1)."""
-        epoch = namespace.epoch
-        quota = self.quotas.of(namespace.digest, namespace.descriptor)
-        disk_bytes = self.disk.space.shares.used_of[epoch] if self.disk is not None else 0
-        return {
-            "memory_slot_bytes": self.memory.space.shares.used_of[epoch],
-            "disk_slot_bytes": disk_bytes,
-            "floor": quota.floor,
-            "cap": quota.cap,
-            **self.tallies.of(epoch).quota_labels(),
-        }
-
-    def events_since(self, sequence: int) -> list[Event]:
-        """Events after `sequence`, oldest first; a gap at the start: some were dropped."""
-        return [event for event in self.events if event.sequence > sequence]
+        return shares_of(self, namespace)
 
     def check_integrity(self) -> None:
         """Raise MisuseError when any tier contradicts itself. O(slots); for tests and `fsck`."""
@@ -373,38 +280,8 @@ class Store:
         """Write to disk what only memory holds. `done(everything is durable)`, by the deadline."""
         if self.disk is None or self.mover is None:
             done(not self.memory.dirty)
-            return
-        disk, mover = self.disk, self.mover
-        timer: Timer | None = None
-        answered = False
-
-        def answer(ok: bool) -> None:
-            nonlocal answered
-            if not answered:
-                answered = True
-                assert timer is not None
-                timer.cancel()
-                done(ok)
-
-        def flushed(ok: bool) -> None:
-            if not ok or (not self.memory.dirty and mover.idle):
-                disk.save_recency(lambda saved: answer(ok and saved))
-            else:
-                look()
-
-        def look() -> None:
-            if answered:
-                return
-            if disk.down:
-                answer(False)
-            elif self.memory.dirty or not mover.idle:
-                mover.drain()
-                self.runtime.call_later(0.005, look)
-            else:
-                disk.flush(flushed)
-
-        timer = self.runtime.call_later(deadline_s, lambda: answer(False))
-        look()
+        else:
+            Drain(self.runtime, self.memory, self.disk, self.mover, deadline_s, done)
 
     def flush(self, done: Callable[[bool], None]) -> None:
         """`done(True)` when every disk write and reset before this call is durable."""
@@ -429,11 +306,6 @@ class Store:
         """
         assert self.mover is not None
         assert self.disk is not None
-        for name in DISK_COUNTS:
-            self._disk_before[name] += getattr(self.disk, name)
-        for tally in self.tallies.all():
-            tally.lose_disk()
-        self.counts["disk_reopened"] += 1
         self.disk = disk
         self._listen(disk)
         self.mover.replace_disk(disk)
@@ -447,160 +319,9 @@ class Store:
         for open_one in self.namespaces:
             self._assign_quota(open_one)
         self.mover.run()
-        self.slots_freed()
-
-    # -- for loads and reservations -------------------------------------------------------------
-
-    def view(self, record: MemoryRecord, length: int) -> memoryview:
-        """The first `length` bytes of the record's slot."""
-        return self.arena.view(record.offset, length)
-
-    def place_for_load(
-        self, load: Load, namespace: Namespace, key: bytes, length: int
-    ) -> MemoryRecord | None:
-        """A slot to read into, or None: the load is in the FIFO queue and will be advanced."""
-        head = self._slot_queue.head
-        may = head is None or head is load
-        record = self.place(namespace, key, length, State.READING) if may else None
-        if record is None:
-            if not load.queued:
-                load.queued = True
-                self._slot_queue.add(self._load_engine[load], load)
-                self.slots_freed()  # the one at the head may wait for its own namespace only
-            if self.mover is not None:
-                self.mover.press()
-        elif load.queued:
-            self.leave_queue(load)
-        return record
-
-    def leave_queue(self, load: Load) -> None:
-        """The load has its slot, or wants none any more: let the next one try."""
-        load.queued = False
-        self._slot_queue.remove(load)
-        self.slots_freed()
-
-    def fits_cap(self, namespace: Namespace, length: int) -> bool:
-        """Whether the namespace may ever hold a record of that length in memory."""
-        return self.memory.space.fits_cap(namespace.epoch, length)
-
-    def too_large(self, on_disk: DiskRecord) -> Miss:
-        """Memory was made smaller since, and has no slot of that size: never promise it again."""
-        assert self.disk is not None
-        self.disk.discard(on_disk)
-        self.ghosts.remember(on_disk.epoch, on_disk.key, Miss.NOT_ADMITTED)
-        return Miss.NOT_ADMITTED
-
-    def promoted(self, record: MemoryRecord, on_disk: DiskRecord) -> None:
-        """A verified record arrived from disk; the disk copy stays."""
-        self.memory.publish(record, on_disk.digest, None)
-        self.counts["promoted"] += 1
-        self.tallies.of(record.epoch).promoted += 1
-        self.counts["promoted_bytes"] += record.stride
-        self._event("stored", record.epoch, record.key, Place.MEMORY)
-
-    def promotion_failed(self, record: MemoryRecord, reason: Miss) -> None:
-        """The slot never became a record."""
-        if not record.doomed:
-            self.memory.discard(record)
-            self.ghosts.remember(record.epoch, record.key, reason)
-        self.counts[label(reason)] += 1
-
-    def memory_corrupt(self, record: MemoryRecord) -> None:
-        """The record's bytes in the arena no longer verify: a miss from now on."""
-        if not record.doomed:
-            self.counts["memory_corrupt"] += 1
-            self.tallies.of(record.epoch).left_memory[Miss.CORRUPT] += 1
-            self.memory.discard(record)
-            self.pins.drop(record)
-            self.ghosts.remember(record.epoch, record.key, Miss.CORRUPT)
-            self._event("lost", record.epoch, record.key, Place.MEMORY)
-
-    def slots_freed(self) -> None:
-        """Something may fit now: advance the loads that wait for slots, once, soon."""
-        if self._slot_queue and not self._woken:
-            self._woken = True
-            self.runtime.call_later(0.0, self._advance_waiting)
-
-    def _advance_waiting(self) -> None:
-        self._woken = False
-        passed = 0  # engines whose namespace is at its cap: they hold nobody up
-        while passed < max(1, self._slot_queue.engines):
-            head = self._slot_queue.head
-            if head is None:
-                return
-            head.advance()
-            if self._slot_queue.head is not head:
-                passed = 0
-            elif self._is_full(head):
-                self._slot_queue.pass_turn()
-                passed += 1
-            else:
-                return
-
-    def _is_full(self, load: Load) -> bool:
-        """What the load waits for is room below its namespace's cap."""
-        space = self.memory.space
-        return space.shares.excess(load.epoch, space.stride(load.wanted_bytes)) > 0
-
-    def disk_rows(self, namespace: Namespace, keys: Sequence[bytes]) -> Ints:
-        """Per key its row in the disk tier's index, or NO_ROW; all of them while it is down."""
-        return self._lookups.disk_rows(namespace, keys)
-
-    def place(
-        self, namespace: Namespace, key: bytes, length: int, state: State
-    ) -> MemoryRecord | None:
-        """A slot for a new record, pinned by who fills it; evicts what may go. None: busy.
-
-        A namespace at its cap evicts its own coldest first.
-        """
-        space, epoch = self.memory.space, namespace.epoch
-        if not space.make_room_below_cap(
-            epoch,
-            length,
-            lambda record: self._evict(record, epoch, Miss.OVER_QUOTA),
-            self._evictable,
-        ):
-            return None
-        self._sequence += 1
-        record = MemoryRecord(namespace, key, self._sequence, state)
-        while not self.memory.place(record, length):
-            victims = space.victims(length, self._evictable, epoch)
-            if not victims:
-                return None
-            for victim in victims:
-                self._evict(victim, epoch)
-        return record
-
-    def published(self, record: MemoryRecord, digest: bytes) -> None:
-        """A reserved record is whole and named; its writer's pin ends."""
-        since = None if self.disk is None else self.runtime.now()
-        self.memory.publish(record, digest, since)
-        self.memory.unpin(record)
-        self.ghosts.forget(record.epoch, record.key)
-        self.counts["stored"] += 1
-        self.tallies.of(record.epoch).stored += 1
-        self.counts["stored_bytes"] += record.length
-        self._event("stored", record.epoch, record.key, Place.MEMORY)
+        self.loads.slots_freed()
 
     # -- inside ---------------------------------------------------------------------------------
-
-    def _evictable(self, record: MemoryRecord) -> bool:
-        """Whoever leaves memory has ebbed, as long as there is a disk to ebb to."""
-        written = not record.dirty or self.disk is None or self.disk.down is not None
-        return written and record.pins == 0
-
-    def _evict(self, record: MemoryRecord, sake: int, why: Miss = Miss.EVICTED) -> None:
-        self.counts["memory_evicted"] += 1
-        tally = self.tallies.of(record.epoch)
-        tally.left_memory[why] += 1
-        if record.epoch != sake:
-            tally.evicted_for_others[Place.MEMORY] += 1
-        namespace = self.namespaces.by_epoch(record.epoch)
-        refused = self.ghosts.reason(record.epoch, record.key) in NOT_WRITTEN
-        if not refused and (namespace is None or not self._lookups.on_disk(namespace, record.key)):
-            self.ghosts.remember(record.epoch, record.key, why)
-        self.memory.discard(record)
-        self._event("evicted", record.epoch, record.key, Place.MEMORY)
 
     def _assign_quota(self, namespace: Namespace) -> None:
         epoch, digest, pairs = namespace.epoch, namespace.digest, namespace.descriptor
@@ -611,63 +332,27 @@ class Store:
     def _reset_one(self, namespace: Namespace, settled: Callable[[bool], None]) -> None:
         old_epoch = namespace.epoch
         self.pins.drop_epoch(old_epoch)
-        gone = dict(self.memory.index(old_epoch))
-        states = Counter(record.state for record in gone.values())
+        gone = list(self.memory.index(old_epoch).values())
         self.memory.forget(old_epoch)
         self.memory.space.shares.retire(old_epoch)
         stored = self.namespaces.renew(namespace)
         self._assign_quota(namespace)
-        self.tallies.renew(old_epoch, namespace.epoch)
-        tally = self.tallies.of(namespace.epoch)
-        for counts, state in ((tally.left_memory, State.WHOLE), (tally.abandoned, State.RESERVED)):
-            if states[state]:
-                counts[Miss.RESET] += states[state]
-        for key in gone:
-            self.ghosts.remember(namespace.epoch, key, Miss.RESET)
-        self.counts["resets"] += 1
-        self._event("reset", old_epoch, b"", Place.MEMORY)
+        self.ledger.reset(old_epoch, namespace.epoch, gone)
         if self.disk is None:
             settled(True)
         else:
             self.disk.reset(old_epoch, stored, settled)
 
     def _listen(self, disk: DiskTier) -> None:
-        disk.on_written = self._disk_written
-        disk.on_left = self._disk_left
         disk.on_lost = self._disk_lost
-        for epoch, records in disk.index.whole_of().items():
-            known = self.namespaces.by_digest(disk.digests[epoch])
-            assert known is not None  # its epoch may be another one: reset while the disk was down
-            self.tallies.of(known.epoch).found += records
-
-    def _disk_written(self, epoch: int) -> None:
-        self.tallies.of(epoch).written += 1
-
-    def _disk_left(self, epoch: int, key: bytes, why: Miss, sake: int) -> None:
-        tally = self.tallies.of(epoch)
-        tally.left_disk[why] += 1
-        if why in (Miss.EVICTED, Miss.OVER_QUOTA):
-            if epoch != sake:
-                tally.evicted_for_others[Place.DISK] += 1
-            if self.memory.find(epoch, key) is None:
-                self.ghosts.remember(epoch, key, why)
-            self._event("evicted", epoch, key, Place.DISK)
-        elif why is Miss.RESET and self.ghosts.reason(epoch, key) is Miss.NEVER_SEEN:
-            # Of a life before this one. Since then its key may have been stored.
-            self.ghosts.remember(epoch, key, why)
+        self.ledger.listen(disk, self.namespaces)
 
     def _disk_lost(self, epoch: int, key: bytes) -> None:
+        """Memory may have it still: that copy is to be written again."""
         record = self.memory.find(epoch, key)
         if record is not None:
             self.memory.soil(record, self.runtime.now())
-        self._event("lost", epoch, key, Place.DISK)
-
-    def _not_admitted(self, record: MemoryRecord, reason: Miss) -> None:
-        self.ghosts.remember(record.epoch, record.key, reason)
-
-    def _event(self, kind: str, epoch: int, key: bytes, place: Place) -> None:
-        self.event_sequence += 1
-        self.events.append(Event(self.event_sequence, kind, epoch, key, place))
+        self.ledger.lost(epoch, key)
 
     def _save_later(self) -> None:
         def save() -> None:

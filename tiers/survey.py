@@ -124,7 +124,7 @@ class Surveys:
             "memory_records": len(memory.index(epoch)),
             "memory_bytes": memory.payload_of[epoch],
             **held.get(epoch, Held()).as_fields(store.runtime.wall()),
-            **store.tallies.of(epoch).as_labels(),
+            **store.ledger.tallies.of(epoch).as_labels(),
             **store.shares(known),
         }
 

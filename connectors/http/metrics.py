@@ -40,7 +40,7 @@ def _one(read: Callable[[StoreServer], float]) -> Callable[[StoreServer], Any]:
 
 
 def _count(name: str) -> Callable[[StoreServer], Any]:
-    return _one(lambda server: server.store.counts[name])
+    return _one(lambda server: server.store.ledger.counts[name])
 
 
 def _by(counts: Callable[[StoreServer], Mapping[str, int]]) -> Callable[[StoreServer], Any]:
@@ -51,18 +51,18 @@ def _tally(name: str) -> Callable[[StoreServer], Any]:
     """Of all namespaces together: how many there are is not for a metric's labels."""
 
     def read(server: StoreServer) -> Any:
-        sums = server.store.tallies.sums(name)
+        sums = server.store.ledger.tallies.sums(name)
         return [((label(code),), value) for code, value in sorted(sums.items())]
 
     return read
 
 
 def _total(name: str) -> Callable[[StoreServer], Any]:
-    return _one(lambda server: server.store.tallies.total(name))
+    return _one(lambda server: server.store.ledger.tallies.total(name))
 
 
 def _left(server: StoreServer) -> Iterator[tuple[tuple[str, ...], float]]:
-    tallies = server.store.tallies
+    tallies = server.store.ledger.tallies
     for tier in ("memory", "disk"):
         for code, value in sorted(tallies.sums(f"left_{tier}").items()):
             yield (tier, label(code)), value
@@ -92,20 +92,20 @@ def _disk(read: Callable[[Any], float]) -> Callable[[StoreServer], Any]:
 
 def _counted(memory: str, disk: str) -> Callable[[StoreServer], Any]:
     def read(server: StoreServer) -> Iterator[tuple[tuple[str, ...], float]]:
-        yield ("memory",), server.store.counts[memory]
+        yield ("memory",), server.store.ledger.counts[memory]
         if server.store.disk is not None:
-            yield ("disk",), server.store.disk_count(disk)
+            yield ("disk",), server.store.ledger.disk_count(disk)
 
     return read
 
 
 def _edges(server: StoreServer) -> Iterator[tuple[tuple[str, ...], float]]:
     store = server.store
-    yield ("device_to_memory",), store.counts["stored_bytes"]
-    yield ("memory_to_device",), store.counts["granted_bytes"]
+    yield ("device_to_memory",), store.ledger.counts["stored_bytes"]
+    yield ("memory_to_device",), store.ledger.counts["granted_bytes"]
     if store.disk is not None and store.mover is not None:
         yield ("memory_to_disk",), store.mover.moved_bytes
-        yield ("disk_to_memory",), store.counts["promoted_bytes"]
+        yield ("disk_to_memory",), store.ledger.counts["promoted_bytes"]
 
 
 C, G = CounterMetricFamily, GaugeMetricFamily
@@ -146,11 +146,11 @@ METRICS = (
            _count("reclaimed_slots")),
     Metric("resets", C, (), "Namespaces that were reset.", _count("resets")),
     Metric("disk_lost_batches", C, (), "Commit batches of the disk tier that failed.",
-           _one(lambda s: s.store.disk_count("lost_batches"))),
+           _one(lambda s: s.store.ledger.disk_count("lost_batches"))),
     Metric("disk_reopened", C, (), "Times that the disk tier came back into service.",
            _count("disk_reopened")),
     Metric("faults", C, (), "Faults of the store's own, each logged with its trace: a bug.",
-           _one(lambda s: s.store.counts["faults"] + s.runtime_faults)),
+           _one(lambda s: s.store.ledger.counts["faults"] + s.runtime_faults)),
     Metric("connections_accepted", C, (), "Connections that were let in.",
            _one(lambda s: s.traffic.connections)),
     Metric("connections_refused", C, ("reason",),
@@ -182,7 +182,7 @@ METRICS = (
            _one(lambda s: s.engines)),
     Metric("namespaces", G, (), "Namespaces that engines have opened.",
            _one(lambda s: len(list(s.store.namespaces)))),
-    Metric("loads", G, (), "Loads that have not ended.", _one(lambda s: s.store.loads)),
+    Metric("loads", G, (), "Loads that have not ended.", _one(lambda s: len(s.store.loads))),
     Metric("reservations", G, (), "Records that engines are writing.",
            _one(lambda s: s.store.reservations)),
     Metric("build_info", G, ("version",), "Always 1.", lambda s: [((__version__,), 1)]),

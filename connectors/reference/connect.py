@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ebbtide.allocator import none_hash
-from ebbtide.connectors.client import Client, LocalClient, SocketClient
+from ebbtide.connectors.client import Client, SocketClient
+from ebbtide.connectors.local_client import LocalClient
 from ebbtide.connectors.offload.groups import KVGroup, KVGroups
 from ebbtide.connectors.offload.scheduler import OffloadScheduler, SchedulerBounds
 from ebbtide.connectors.offload.worker import LOAD_TIMEOUT_S, OffloadWorker

@@ -6,10 +6,11 @@ shown on this machine that it is right. `EBBTIDE_PURE=1` leaves them all out.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from ebbtide.errors import ConfigError
 
@@ -20,17 +21,26 @@ logger = logging.getLogger(__name__)
 
 PURE_VARIABLE = "EBBTIDE_PURE"
 
+M = TypeVar("M")
 
-def compiled_module(name: str, is_right: Callable[[Any], bool], what: str) -> Any | None:
-    """The module `name`, or None: not built, not wanted, or not right on this machine.
 
-    `what` names it in the log. Raises ConfigError for a value of EBBTIDE_PURE other than 0 and 1.
-    As long as `is_right` takes; callers keep the answer.
+def compiled_module(
+    name: str, is_right: Callable[[M], bool], what: str
+) -> functools._lru_cache_wrapper[M | None]:
+    """A call that gives the module `name`, or None: not built, not wanted, or not right on this
+    machine. `what` names it in the log.
+
+    The first call of it looks, and takes as long as `is_right`; later ones have the same answer.
+    It raises ConfigError for a value of EBBTIDE_PURE other than 0 and 1.
     """
+    return functools.cache(lambda: _find(name, is_right, what))
+
+
+def _find(name: str, is_right: Callable[[M], bool], what: str) -> M | None:
     if _is_pure():
         return None
     try:
-        found = import_module(name)
+        found = cast("M", import_module(name))
     except ImportError as error:
         logger.debug("There is no %s: %s", what, error)
         return None

@@ -69,7 +69,7 @@ class Model:
         assert held <= sum(r.stride for r in reserved) == memory.reserved_bytes
         assert memory.reserved_bytes <= memory.space.capacity_bytes - ALIGNMENT
         if not self.plan.flips:
-            assert store.counts["memory_corrupt"] == 0, "bytes changed by themselves"
+            assert store.ledger.counts["memory_corrupt"] == 0, "bytes changed by themselves"
             corrupt = store.disk.corrupt if store.disk else 0
             assert corrupt <= len(self.damaged), "bytes changed by themselves"
         for engine in self.engines:

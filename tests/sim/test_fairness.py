@@ -85,13 +85,13 @@ class World:
         store = self.sim.store
         self.over: dict[int, int] | None = None  # what is above a cap on disk since the opening
         self.lawless: set[int] = set()  # of these media: who has no slot of a size wants one
-        evict = store._evict
+        evict = store.placement._evict
 
         def memory_evicts(record: Any, sake: int, why: Miss = Miss.EVICTED) -> None:
             self.look(store.memory.space, record.epoch, record.stride, sake, why)
             evict(record, sake, why)
 
-        store._evict = memory_evicts  # type: ignore[method-assign]
+        store.placement._evict = memory_evicts  # type: ignore[method-assign]
         self.see(store.memory.space)
         if store.disk is not None:
             disk = store.disk

@@ -73,7 +73,7 @@ def test_granted_slots_that_are_zeroed_before_the_copy_change_the_answers(
         assert changed >= CHANGED_SHARE * len(PROMPTS)
         rig.forget_device()
         assert answers(rig.ask(PROMPTS)) == right
-        assert rig.store.counts["memory_corrupt"] >= len(PROMPTS)
+        assert rig.store.ledger.counts["memory_corrupt"] >= len(PROMPTS)
 
 
 @pytest.mark.parametrize("tier", ["memory", "disk"])
@@ -149,7 +149,7 @@ def test_a_byte_flipped_in_memory_is_counted_and_never_used(
             rig.flip_in_memory(rig.hashes(PROMPTS[prompt])[block])
         restored = rig.ask(PROMPTS[:4])
         assert answers(restored) == reference.answers(PROMPTS[:4])
-        assert rig.store.counts["memory_corrupt"] == 3
+        assert rig.store.ledger.counts["memory_corrupt"] == 3
         if with_disk:
             assert [output.sources.disk for output in restored] == [16, 16, 16, 0]
             assert all("corrupt" not in output.misses for output in restored)

@@ -179,7 +179,7 @@ def test_p31_without_room_every_drop_is_counted(reference: Reference) -> None:
         (output,) = rig.ask([prompt])
         rig.settle()
         assert output.token_ids == reference.answers([prompt])[0]
-        counts, records = rig.store.counts, rig.memory_records()
+        counts, records = rig.store.ledger.counts, rig.memory_records()
         assert rig.scheduler.tally.demoted == counts["stored"] == 200
         assert counts["memory_evicted"] + len(records) == 200
         assert rig.scheduler.tally.shed == 0
@@ -199,7 +199,7 @@ def test_p46_more_stores_in_a_step_than_memory_has_slots(
             rig.assert_adds_up(outputs)
             rig.assert_idle()
             rig.forget_device()
-        assert rig.store.counts["reserve_busy"] > 0
+        assert rig.store.ledger.counts["reserve_busy"] > 0
         assert rig.faults == 0
         if with_disk:
             assert sum(output.sources.disk for output in outputs) > 0

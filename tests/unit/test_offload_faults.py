@@ -97,7 +97,7 @@ def test_p39_a_block_that_the_disk_does_not_give_back(
         device.place = rig.disk_records()[name].offset
         (output,) = rig.ask([PROMPT])
         assert_recomputed_from_the_failed_block_on(rig, output, reference, "disk", reason)
-        assert rig.store.counts[reason] == 1
+        assert rig.store.ledger.counts[reason] == 1
         assert rig.faults == 0
         device.place = None
         rig.forget_device()

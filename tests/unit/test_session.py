@@ -10,8 +10,9 @@ import pytest
 
 from ebbtide.connectors import protocol as wire
 from ebbtide.connectors import session as session_module
-from ebbtide.connectors.client import Completion, LocalClient, ask
+from ebbtide.connectors.client import Completion, ask
 from ebbtide.connectors.client_interface import LOST
+from ebbtide.connectors.local_client import LocalClient
 from ebbtide.connectors.session import Session, failure_of
 from ebbtide.errors import ConfigError, MisuseError, ProtocolError, TierUnavailableError
 from ebbtide.tiers.arena import Arena

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ebbtide.connectors import protocol as wire
-from ebbtide.connectors.client import LocalClient, ask
+from ebbtide.connectors.client import ask
+from ebbtide.connectors.local_client import LocalClient
 from ebbtide.errors import MisuseError, TierUnavailableError
 from ebbtide.tiers.arena import Arena
 from ebbtide.tiers.bounds import Bounds

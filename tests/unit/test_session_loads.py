@@ -10,7 +10,8 @@ import pytest
 
 from ebbtide.connectors import protocol as wire
 from ebbtide.connectors import session as session_module
-from ebbtide.connectors.client import LocalClient, ask
+from ebbtide.connectors.client import ask
+from ebbtide.connectors.local_client import LocalClient
 from ebbtide.connectors.session import Session
 from ebbtide.errors import MisuseError
 from ebbtide.tiers.arena import Arena
@@ -248,7 +249,8 @@ def test_more_open_loads_than_the_bound_are_answered_busy(
     host.session.handle(0, wire.Ack(2, 0))
     host.session.handle(0, wire.Ack(4, 0))
     host.settle()
-    tally = host.store.tallies.of(host.store.namespace(0).epoch)  # type: ignore[union-attr]  # open
+    epoch = host.store.namespace(0).epoch  # type: ignore[union-attr]  # it is open
+    tally = host.store.ledger.tallies.of(epoch)
     assert (tally.asked, tally.hits.total(), tally.failed_loads) == (4, 3, {Miss.BUSY: 1})
 
 

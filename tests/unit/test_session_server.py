@@ -125,7 +125,7 @@ async def test_a_fault_in_one_request_is_answered_counted_and_left_behind(
     while len(answers) < 2:
         answers += await rim.hear(peer)
     assert answers == [(7, connection_module.FAULT), (8, wire.Ok())]
-    assert rim.store.counts["faults"] == 1
+    assert rim.store.ledger.counts["faults"] == 1
 
 
 async def test_a_fault_in_a_store_that_waited_is_answered_and_left_behind(
@@ -143,7 +143,7 @@ async def test_a_fault_in_a_store_that_waited_is_answered_and_left_behind(
     while len(answers) < 2:
         answers += await rim.hear(peer)
     assert answers == [(7, connection_module.FAULT), (8, wire.Ok())]
-    assert rim.store.counts["faults"] == 1
+    assert rim.store.ledger.counts["faults"] == 1
 
 
 async def test_a_lookup_goes_before_the_stores_of_another_connection(
@@ -239,7 +239,7 @@ async def test_a_fault_in_a_callback_is_counted_and_the_loop_goes_on(rim: Rim) -
 
     rim.server.loop.call_soon(fail)
     await rim.greeted()
-    assert rim.store.counts["faults"] == 1
+    assert rim.store.ledger.counts["faults"] == 1
 
 
 async def test_requests_behind_the_end_of_a_connection_are_not_acted_on(rim: Rim) -> None:

@@ -75,7 +75,7 @@ def test_a_failed_sync_drops_the_batch_takes_the_tier_down_and_retries_nothing(
     sim.put(space, [key_of(n) for n in range(10, 30)], LENGTH)  # memory serves on
     sim.runtime.pass_time(100.0)
     assert sim.slab.log == []
-    lost = [event.key for event in sim.store.events if event.kind == "lost"]
+    lost = [event.key for event in sim.store.ledger.events if event.kind == "lost"]
     assert sorted(lost) == sorted(keys[1:])
     sim.restart(clean=False)
     assert held(sim) == {keys[0]}
@@ -109,7 +109,7 @@ def test_changes_gathered_behind_a_failing_commit_are_lost_and_said_to_be(sim: S
     sim.slab.fail_next("sync")
     sim.runtime.let_go(COMMIT)
     sim.runtime.pass_time(1.0)
-    lost = [event.key for event in sim.store.events if event.kind == "lost"]
+    lost = [event.key for event in sim.store.ledger.events if event.kind == "lost"]
     assert sorted(lost) == sorted(key_of(n) for n in range(7))
     assert sim.store.memory.dirty_bytes == 7 * PAGE
     assert disk_of(sim).lost_batches == 2

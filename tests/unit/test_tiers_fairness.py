@@ -106,7 +106,7 @@ def test_a_namespace_without_room_below_its_cap_is_refused_and_counted() -> None
         grants, reason = sim.store.reserve(b"e", a, keys_of(*range(9)), PAGE)
         assert (len(grants), reason) == (4, Miss.OVER_QUOTA)  # one slot of its cap is left to loads
         assert sim.store.shares(a)["refused"] == {"over_quota": 1}
-        assert sim.store.counts["reserve_over_quota"] == 1
+        assert sim.store.ledger.counts["reserve_over_quota"] == 1
         grants, reason = sim.store.reserve(b"e", b, keys_of(*range(9)), PAGE)
         assert (len(grants), reason) == (9, None)
         sim.store.engine_gone(b"e")
@@ -327,7 +327,7 @@ def test_a_load_that_waits_below_its_cap_holds_nobody_up(tmp_path: Path) -> None
                     sink.acked(batch)
                     one.ack(batch)
         assert len(waiting.granted) == 4
-        assert not sim.store._slot_queue
+        assert not sim.store.loads._queue
 
 
 def test_engines_that_wait_for_slots_take_turns(tmp_path: Path) -> None:
@@ -424,7 +424,7 @@ def test_an_engine_reserves_no_more_than_its_window_until_it_commits() -> None:
         grants, reason = sim.store.reserve(b"flood", space, keys_of(*range(9)), PAGE)
         assert (len(grants), reason) == (4, Miss.STORE_SHED)
         assert sim.store.reserve(b"other", space, keys_of(20, 21), PAGE)[1] is None
-        assert sim.store.counts["reserve_shed"] == 1
+        assert sim.store.ledger.counts["reserve_shed"] == 1
         assert sim.store.shares(space)["refused"] == {"store_shed": 1}
         sim.store.abort(b"flood", [grants[0].sequence])
         assert sim.fill(space, keys_of(1), grants[1:2], PAGE, b"flood") == bytes(1)

@@ -152,11 +152,12 @@ def test_a_load_that_waits_for_its_own_acks_does_not_block_those_that_wait_for_s
         assert evicted is not None
         sim.store.disk.discard(evicted)
         with monkeypatch.context() as patch:
-            patch.setattr(sim.store, "slots_freed", lambda: None)  # the queue is told a bit later
+            # The queue is told a bit later.
+            patch.setattr(sim.store.loads, "slots_freed", lambda: None)
             sim.store.abort(ONE, [grants[0].sequence])
             other = sim.store.reserve(TWO, space, [keys[1]], PAGE)[0]
             sim.fill(space, [keys[1]], other, PAGE, TWO)  # the second key is in memory after all
-        sim.store.slots_freed()
+        sim.store.loads.slots_freed()
         sim.runtime.settle()
         assert stuck.granted.keys() == {0, 1}  # the window is full: only an ack helps the third
         sim.store.abort(ONE, [grants[1].sequence])
@@ -228,7 +229,7 @@ def test_two_loads_share_one_read(tmp_path: Path) -> None:
         sim.runtime.settle()
         assert sim.slab is not None
         assert len([entry for entry in sim.slab.log if entry.name == "read"]) <= 2
-        assert sim.store.counts["promoted"] == 2
+        assert sim.store.ledger.counts["promoted"] == 2
         one, other = ({g.offset for g in sink.granted.values()} for sink in sinks)
         assert one == other
         ack_all(sim, sinks[0], loads[0])
@@ -259,8 +260,8 @@ def test_what_is_corrupt_in_memory_is_served_from_disk(tmp_path: Path) -> None:
         assert record is not None
         sim.store.view(record, PAGE)[100] ^= 4
         assert sim.get(space, keys) == [sim.content(space, key, PAGE) for key in keys]
-        assert sim.store.counts["memory_corrupt"] == 1
-        assert sim.store.counts["promoted"] == 1
+        assert sim.store.ledger.counts["memory_corrupt"] == 1
+        assert sim.store.ledger.counts["promoted"] == 1
 
 
 def test_a_record_that_two_loads_find_corrupt_is_counted_once() -> None:
@@ -275,7 +276,7 @@ def test_a_record_that_two_loads_find_corrupt_is_counted_once() -> None:
             sim.store.load(ONE, space, keys, sink)
         sim.runtime.settle()
         assert [sink.failures for sink in sinks] == [{0: Miss.CORRUPT}] * 2
-        assert sim.store.counts["memory_corrupt"] == 1
+        assert sim.store.ledger.counts["memory_corrupt"] == 1
 
 
 # -- ending ---------------------------------------------------------------------------------------
@@ -342,7 +343,7 @@ def test_p49_loads_that_end_in_any_way_leave_nothing_behind(tmp_path: Path) -> N
                 ack_all(sim, sink, load)
         assert sim.store.memory.pinned_bytes == 0
         assert sim.store.stats()["loads"] == 0
-        assert not sim.store._slot_queue
+        assert not sim.store.loads._queue
         assert sim.get(space, keys) == [sim.content(space, key, PAGE) for key in keys]
 
 

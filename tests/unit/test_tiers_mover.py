@@ -139,7 +139,7 @@ def test_a_drain_of_a_segment_has_all_its_dirty_records_written(tmp_path: Path) 
     with sim_of(tmp_path, slots=400, slab_slots=1000) as sim:
         space = sim.namespace()
         for n in range(400):
-            sim.store.counts.clear()
+            sim.store.ledger.counts.clear()
             sim.put(space, [key_of(n)], PAGE)
         granted = 0
         for _ in range(6):

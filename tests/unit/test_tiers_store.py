@@ -32,9 +32,9 @@ def state_of(sim: SimStore) -> Any:
         [(r.key, r.state, r.pins, r.dirty, memory.space.stamp(r.offset)) for r in store_order(sim)],
         memory.space.clock.now,
         (memory.records, memory.dirty_bytes, memory.reserved_bytes, memory.pinned_bytes),
-        dict(store.counts),
-        store.event_sequence,
-        list(store.ghosts._reasons.items()),
+        dict(store.ledger.counts),
+        store.ledger.event_sequence,
+        list(store.ledger.ghosts._reasons.items()),
         list(store.disk.space.coldest_first()) if store.disk else None,
         store.disk.space.clock.now if store.disk else None,
         sim.runtime.idle,
@@ -122,7 +122,7 @@ def test_p46_a_reserve_that_gets_less_gets_a_prefix_and_says_why(sim: SimStore) 
     assert (len(grants), reason) == (15, Miss.BUSY)  # one slot is the loads'
     again, reason = sim.store.reserve(TWO, space, keys_of(0, 1, 40, 2), PAGE)
     assert ([g.sequence for g in again], reason) == ([0, 0], Miss.BUSY)
-    assert sim.store.counts["reserve_busy"] == 2
+    assert sim.store.ledger.counts["reserve_busy"] == 2
     assert sim.store.abort(ONE, [g.sequence for g in grants]) == bytes(15)
     assert sim.store.memory.space.used_bytes == 0
 
@@ -227,7 +227,7 @@ def test_an_engine_that_is_gone_loses_its_slots_and_no_others(sim: SimStore) -> 
     sim.store.engine_gone(b"never heard of")
     assert ours.is_over
     assert not theirs.is_over
-    assert sim.store.counts["reclaimed_slots"] == 2
+    assert sim.store.ledger.counts["reclaimed_slots"] == 2
     assert sim.store.memory.reserved_bytes == PAGE
     assert sim.store.memory.pinned_bytes == 2 * PAGE
     assert sim.store.lookup(space, keys_of(1, 2, 3, 4)) == bytes(
@@ -280,7 +280,7 @@ def test_p84_counters_add_up_and_bytes_are_records_times_their_size(tiered: SimS
     for number in range(40):
         tiered.put(space, keys_of(number), PAGE)
     assert tiered.drain()
-    counts, memory = tiered.store.counts, tiered.store.memory
+    counts, memory = tiered.store.ledger.counts, tiered.store.memory
     assert counts["stored"] == 40
     assert counts["stored"] - counts["memory_evicted"] == memory.records
     tiered.get(space, keys_of(*range(40)))
@@ -298,12 +298,12 @@ def test_events_tell_what_became_true_in_order(sim: SimStore) -> None:
     sim.put(space, keys_of(1), PAGE)
     epoch = space.epoch
     sim.store.reset(space, lambda ok: None)
-    events = sim.store.events_since(0)
+    events = sim.store.ledger.events_since(0)
     assert [(e.kind, e.epoch, e.key) for e in events] == [
         ("stored", epoch, key_of(1)),
         ("reset", epoch, b""),
     ]
-    assert sim.store.events_since(events[0].sequence) == events[1:]
+    assert sim.store.ledger.events_since(events[0].sequence) == events[1:]
     assert [e.sequence for e in events] == [1, 2]
 
 
@@ -329,6 +329,25 @@ def test_a_drain_that_cannot_end_is_answered_by_its_deadline(tiered: SimStore, p
     tiered.runtime.let_go(pool)
     tiered.runtime.pass_time(10.0)
     assert answers == [False]  # once
+
+
+def test_a_drain_includes_what_comes_meanwhile(tiered: SimStore) -> None:
+    space = tiered.namespace()
+    tiered.put(space, keys_of(1), PAGE)
+    tiered.runtime.hold(COMMIT)
+    answers: list[bool] = []
+    tiered.store.drain(60.0, answers.append)
+    tiered.runtime.pass_time(1.0)
+    tiered.runtime.hold(WRITE)
+    tiered.put(space, keys_of(2), PAGE)
+    tiered.runtime.let_go(COMMIT)
+    tiered.runtime.pass_time(1.0)
+    assert answers == []
+    tiered.runtime.let_go(WRITE)
+    tiered.runtime.run_until(lambda: bool(answers))
+    assert answers == [True]
+    tiered.lose_power()
+    assert tiered.store.lookup(tiered.namespace(), keys_of(1, 2)) == bytes([Place.DISK] * 2)
 
 
 def test_a_memory_made_smaller_than_a_record_on_disk_misses_it_once(tmp_path: Path) -> None:

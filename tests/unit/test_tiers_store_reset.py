@@ -110,7 +110,7 @@ def kept_by_epoch(sim: SimStore) -> list[int]:
     memory, disk = sim.store.memory, sim.store.disk
     assert disk is not None
     tables: list[Sized] = [
-        sim.store.tallies._by_epoch,
+        sim.store.ledger.tallies._by_epoch,
         memory._index,
         memory.reserved_of,
         memory.payload_of,
@@ -134,7 +134,7 @@ def test_an_epoch_that_is_over_leaves_nothing_behind(large: SimStore) -> None:
         reset(large, one)
         disk.evict(disk.index.rows_of(old_epoch).tolist()[-1:], two.epoch)
         large.runtime.pass_time(1.0)
-        tally = large.store.tallies.of(one.epoch)
+        tally = large.store.ledger.tallies.of(one.epoch)
         assert tally.left_disk == {Miss.RESET: 20 * life}
         assert disk.evicted == 0
         disk.on_lost(old_epoch, key_of(1))  # as a commit that fails says, however late

@@ -138,6 +138,16 @@ def test_a_drop_is_counted_once_also_of_a_record_that_two_tiers_held(tiered: Sim
     assert survey(tiered)[space.digest]["drops"] == {"reset": 5}
 
 
+def test_a_record_that_leaves_memory_is_no_drop_while_the_disk_holds_it(tiered: SimStore) -> None:
+    space = tiered.namespace()
+    for start in range(0, 32, 8):
+        tiered.put(space, keys_of(*range(start, start + 8)), LENGTH)
+        assert tiered.drain()
+    found = survey(tiered)[space.digest]
+    assert found["left_memory"]["evicted"] > 0
+    assert (found["disk_records"], found["drops"]) == (32, {})
+
+
 def test_p61_what_the_disk_evicts_of_a_namespace_that_nobody_opened_is_counted(
     tiered: SimStore,
 ) -> None:

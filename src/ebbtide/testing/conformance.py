@@ -45,9 +45,9 @@ class TierConformance:
     def test_a_second_put_of_a_key_is_nothing_to_do(self, sim: SimStore) -> None:
         space = sim.namespace()
         sim.put(space, [key_of(1)], LENGTH)
-        stored = sim.store.counts["stored"]
+        stored = sim.store.ledger.counts["stored"]
         assert sim.put(space, [key_of(1)], LENGTH) == bytes(1)
-        assert sim.store.counts["stored"] == stored
+        assert sim.store.ledger.counts["stored"] == stored
 
     def test_a_reserved_key_is_pending_and_readable_only_after_commit(self, sim: SimStore) -> None:
         space, keys = sim.namespace(), [key_of(1)]
@@ -70,7 +70,7 @@ class TierConformance:
             sim.put(space, [key], LENGTH)
         memory = sim.store.memory.space
         assert memory.used_bytes <= memory.capacity_bytes
-        assert sim.store.counts["memory_evicted"] > 0
+        assert sim.store.ledger.counts["memory_evicted"] > 0
         found = sim.get(space, keys)
         whole = [sim.content(space, key, LENGTH) for key in keys]
         assert all(f in (Miss.EVICTED, w) for f, w in zip(found, whole, strict=True))
