@@ -290,8 +290,10 @@ class DiskTier:
         """Out of both indices. Returns how many leave for that reason: what was reset leaves for
         that alone.
         """
-        names = [self.index.name(row) for row in rows]
+        if not rows:
+            return 0
         leaving = self.index.columns(rows)
+        names = keys_of(leaving)
         free = self.index.leave(rows, bad=bad)
         self._committer.remove(leaving.offset, leaving.length)
         if free:
@@ -315,11 +317,11 @@ class DiskTier:
             self.go_down(f"{self.quarantined_bytes} bytes of the drive hold what nobody wrote")
 
     def _free_after_commit(self, rows: Sequence[int]) -> None:
-        self.freeing_bytes += sum(map(self.index.stride, rows))
+        self.freeing_bytes += self.index.strides(rows)
         self._committer.free_after(rows)
 
     def _committed(self, freed: list[int]) -> None:
-        self.freeing_bytes -= sum(map(self.index.stride, freed))
+        self.freeing_bytes -= self.index.strides(freed)
         self.index.free(freed)
         if not self._writer.idle:
             self._writer.place_waiting()

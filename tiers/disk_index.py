@@ -103,10 +103,6 @@ class DiskIndex:
             table.minute_of[row],
         )
 
-    def name(self, row: int) -> tuple[int, bytes]:
-        """Its epoch and key."""
-        return self.table.epoch_of(row), self.table.key(row)
-
     def columns(self, rows: Sequence[int]) -> Columns:
         """All that is known of these. Vectorised."""
         return self.table.columns(np.array(rows, np.int64))
@@ -116,10 +112,14 @@ class DiskIndex:
         alignment = self.space.alignment
         return -(-self.table.length_of[row] // alignment) * alignment
 
-    def strides(self, rows: Ints) -> int:
+    def strides(self, rows: Ints | Sequence[int]) -> int:
         """Bytes of their slots together. Vectorised."""
+        return int(self._strides(np.asarray(rows, np.int64)).sum())
+
+    def _strides(self, rows: Ints) -> Ints:
         lengths, alignment = self.table.length[rows].astype(np.int64), self.space.alignment
-        return int((-(-lengths // alignment) * alignment).sum())
+        strides: Ints = -(-lengths // alignment) * alignment
+        return strides
 
     # -- arriving -------------------------------------------------------------------------------
 
@@ -153,9 +153,9 @@ class DiskIndex:
 
     def written(self, rows: Sequence[int]) -> None:
         """They can be read, and evicted, from now on."""
-        for row in rows:
-            self.table.state_of[row] = _WHOLE
-            self.expose(row)
+        at = np.array(rows, np.int64)
+        self.table.state[at] = _WHOLE
+        self.space.expose_many(self.table.offset[at].astype(np.int64))
         self.whole += len(rows)
 
     def adopt(self, columns: Columns, order: Ints) -> Bools:
@@ -263,14 +263,23 @@ class DiskIndex:
 
         `bad`: their bytes were wrong, and their slots are not used again before the next opening.
         """
-        table, space = self.table, self.space
-        for row in rows:
-            self._keys.remove(row)
-            space.shares.give(table.epoch_of(row), self.stride(row))
-            self.whole -= table.state_of[row] == _WHOLE
-            table.state_of[row] = _BAD if bad else _LEAVING
-            space.hide(table.offset_of[row])
-        return [] if bad else [row for row in rows if not table.pins_of[row]]
+        table, at = self.table, np.array(rows, np.int64)
+        self._keys.remove(rows)
+        self._give(at)
+        self.whole -= int(np.count_nonzero(table.state[at] == _WHOLE))
+        table.state[at] = _BAD if bad else _LEAVING
+        self.space.hide_many(table.offset[at].astype(np.int64))
+        free: list[int] = at[table.pins[at] == 0].tolist()
+        return [] if bad else free
+
+    def _give(self, rows: Ints) -> None:
+        """They do not count any more for their epochs."""
+        epochs, strides = epochs_of(self.table.name[rows]).tolist(), self._strides(rows).tolist()
+        by_epoch = Counter[int]()
+        for epoch, stride in zip(epochs, strides, strict=True):
+            by_epoch[epoch] += stride
+        for epoch, stride in by_epoch.items():
+            self.space.shares.give(epoch, stride)
 
     def condemn(self, row: int) -> None:
         """One that is leaving already has shown wrong bytes: its slot stays."""
@@ -278,15 +287,16 @@ class DiskIndex:
 
     def forget(self, row: int) -> None:
         """It was never written after all: no committed entry ever named its slot."""
-        self._keys.remove(row)
+        self._keys.remove([row])
         self.space.shares.give(self.table.epoch_of(row), self.stride(row))
         self.free([row])
 
     def free(self, rows: Sequence[int]) -> None:
         """Hand rows and slots out again."""
-        table = self.table
+        table, at = self.table, np.array(rows, np.int64)
+        lengths, offsets = table.length[at].astype(np.int64), table.offset[at].astype(np.int64)
+        self.space.remove_many(rows, lengths, offsets)
         for row in rows:
-            self.space.remove(row, table.length_of[row], table.offset_of[row])
             table.free(row)
 
     def check_integrity(self) -> None:

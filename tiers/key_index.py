@@ -124,18 +124,19 @@ class KeyIndex:
         self._insert(np.concatenate([present, rows]))
         self.count = len(rows) + len(present)
 
-    def remove(self, row: int) -> None:
-        """A row that is in the index."""
-        hashed = self._table.hash_of[row]
+    def remove(self, rows: Sequence[int]) -> None:
+        """Rows that are in the index: a microsecond each."""
+        hashes = self._table.hash[np.array(rows, np.int64)].tolist()
         for entries in (self._entries,) if self._old is None else (self._entries, self._old):
-            one, mask, wanted = entries.data, len(entries) - 1, _entry(hashed, row)
-            position = hashed & mask
-            while (found := one[position]) != _EMPTY:
-                if found == wanted:
-                    one[position] = _GONE
-                    break
-                position = (position + 1) & mask
-        self.count -= 1
+            one, mask = entries.data, len(entries) - 1
+            for row, hashed in zip(rows, hashes, strict=True):
+                position, wanted = hashed & mask, (hashed >> 32 | 1) << 32 | row + 1
+                while (found := one[position]) != _EMPTY:
+                    if found == wanted:
+                        one[position] = _GONE
+                        break
+                    position = (position + 1) & mask
+        self.count -= len(rows)
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -171,9 +172,9 @@ class KeyIndex:
         one = entries.data
         for number in todo.tolist():  # long ways, that few have to go
             position, tag = int(positions[number]), int(tags[number])
-            while (entry := one[position]) != _EMPTY and entry >> 32 != tag:
+            while (held := one[position]) != _EMPTY and held >> 32 != tag:
                 position = (position + 1) & mask
-            found[number] = entry
+            found[number] = held
         return (found & np.uint64(_ROW_MASK)).astype(np.int64) - 1
 
     def _move(self, count: int) -> None:

@@ -9,7 +9,7 @@ knows no bytes, no keys and no I/O.
 from __future__ import annotations
 
 import heapq
-from itertools import islice
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
@@ -177,21 +177,16 @@ class SegmentSpace(Generic[Owner]):
     def remove(self, owner: Owner, length: int, offset: int) -> None:
         """Free the owner's slot. A segment that becomes empty is free for any size again."""
         segment, slot_class, slot = self._at(offset)
-        if slot_class.owners[slot] != owner:
-            raise MisuseError("A slot was freed twice", slot=slot, stride=slot_class.stride)
-        self._hide(segment, slot_class, slot)
-        slot_class.owners[slot] = None
-        segment.hold(slot_class.policy.order(slot), -1)
-        self.used_bytes -= slot_class.stride
+        self._free(segment, slot_class, [slot], [owner])
         self.payload_bytes -= length
-        segment.used -= 1
-        if segment.used == 0:
-            slot_class.drop(segment)
-            self._eviction.emptied(segment)
-            heapq.heappush(self._free_segments, segment.index)
-            return
-        heapq.heappush(segment.free, slot % slot_class.slots_per_segment)
-        slot_class.open(segment.position)
+
+    def remove_many(self, owners: Sequence[Owner], lengths: Ints, offsets: Ints) -> None:
+        """The same for many slots: a microsecond each."""
+        done = 0
+        for segment, slot_class, slots in self._by_segment(offsets):
+            self._free(segment, slot_class, slots, owners[done : done + len(slots)])
+            done += len(slots)
+        self.payload_bytes -= int(lengths.sum())
 
     def free_bytes(self, stride: int) -> int:
         """Bytes that records of this stride could take without any eviction."""
@@ -212,8 +207,19 @@ class SegmentSpace(Generic[Owner]):
         segment.exposed += 1
         self._eviction.touched(segment, self.clock.now)
 
+    def expose_many(self, offsets: Ints) -> None:
+        """The same for many, coldest first: a microsecond each."""
+        for segment, slot_class, slots in self._by_segment(offsets):
+            policy = slot_class.policy
+            hidden = [slot for slot in slots if slot not in policy]
+            for slot in hidden:
+                policy.insert(slot)
+            segment.exposed += len(hidden)
+            if hidden:
+                self._eviction.touched(segment, self.clock.now)
+
     def expose_all(self, offsets: Ints) -> None:
-        """The same for many slots, each once and all hidden, coldest first. Vectorised."""
+        """The same for all slots at once, each once and all hidden. Vectorised."""
         stamps = np.arange(1, len(offsets) + 1) + self.clock.now
         self.clock.now += len(offsets)
         segments, inside = np.divmod(offsets, self.segment_bytes)
@@ -236,7 +242,13 @@ class SegmentSpace(Generic[Owner]):
 
     def hide(self, offset: int) -> None:
         """The slot must not be evicted (pinned, being written). No-op when it is hidden."""
-        self._hide(*self._at(offset))
+        segment, slot_class, slot = self._at(offset)
+        self._hide(segment, slot_class, [slot])
+
+    def hide_many(self, offsets: Ints) -> None:
+        """The same for many: a microsecond each."""
+        for segment, slot_class, slots in self._by_segment(offsets):
+            self._hide(segment, slot_class, slots)
 
     def touch(self, offset: int) -> None:
         """Somebody asked for it. A hidden slot only takes the stamp."""
@@ -347,10 +359,53 @@ class SegmentSpace(Generic[Owner]):
     # -- inside ---------------------------------------------------------------------------------
 
     @staticmethod
-    def _hide(segment: Segment[Owner], slot_class: SlotClass[Owner], slot: int) -> None:
-        if slot in slot_class.policy:
-            slot_class.policy.remove(slot)
-            segment.exposed -= 1
+    def _hide(segment: Segment[Owner], slot_class: SlotClass[Owner], slots: list[int]) -> None:
+        policy = slot_class.policy
+        for slot in slots:
+            if slot in policy:
+                policy.remove(slot)
+                segment.exposed -= 1
+
+    def _free(
+        self,
+        segment: Segment[Owner],
+        slot_class: SlotClass[Owner],
+        slots: list[int],
+        owners: Sequence[Owner],
+    ) -> None:
+        """Free slots of one segment."""
+        self._hide(segment, slot_class, slots)
+        first = segment.position * slot_class.slots_per_segment
+        for slot, owner in zip(slots, owners, strict=True):
+            if slot_class.owners[slot] != owner:
+                raise MisuseError("A slot was freed twice", slot=slot, stride=slot_class.stride)
+            slot_class.owners[slot] = None
+            segment.hold(slot_class.policy.order(slot), -1)
+            heapq.heappush(segment.free, slot - first)
+        self.used_bytes -= slot_class.stride * len(slots)
+        segment.used -= len(slots)
+        if segment.used:
+            slot_class.open(segment.position)
+        else:
+            slot_class.drop(segment)
+            self._eviction.emptied(segment)
+            heapq.heappush(self._free_segments, segment.index)
+
+    def _by_segment(
+        self, offsets: Ints
+    ) -> Iterator[tuple[Segment[Owner], SlotClass[Owner], list[int]]]:
+        """As `_at`, for occupied slots in this order: those that follow each other in a segment."""
+        if not len(offsets):
+            return
+        indices, inside = np.divmod(offsets, self.segment_bytes)
+        starts = [0, *(np.flatnonzero(np.diff(indices)) + 1).tolist(), len(offsets)]
+        for start, end in pairwise(starts):
+            segment = self._segments[int(indices[start])]
+            slot_class = segment.slot_class
+            if slot_class is None:
+                raise MisuseError("Nobody has a slot there", offset=int(offsets[start]))
+            first = segment.position * slot_class.slots_per_segment
+            yield segment, slot_class, (first + inside[start:end] // slot_class.stride).tolist()
 
     def _at(self, offset: int) -> tuple[Segment[Owner], SlotClass[Owner], int]:
         """The segment, the class and the number in it of the occupied slot at `offset`."""

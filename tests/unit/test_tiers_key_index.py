@@ -41,7 +41,7 @@ def add(index: KeyIndex, table: RecordTable, epoch: int, key: bytes) -> int:
 
 
 def drop(index: KeyIndex, table: RecordTable, row: int) -> None:
-    index.remove(row)
+    index.remove([row])
     table.free(row)
 
 
