@@ -31,7 +31,7 @@ def index_rows(index: Path) -> Rows:
 
 def key_in(row: np.void) -> bytes:
     """The key that a row is under."""
-    return bytes(row["key"])[: row["width"]]
+    return bytes(row["key"])[: int(row["tail"]) >> 56]
 
 
 @contextmanager

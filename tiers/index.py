@@ -31,7 +31,7 @@ from ebbtide.tiers.index_page import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from ebbtide.tiers.index_page import Entry, Rows
     from ebbtide.tiers.record_table import Columns
@@ -79,7 +79,7 @@ class IndexBatch:
             {"epoch": namespace.epoch, "descriptor": namespace.descriptor}
         )
 
-    def by_page(self, segment_bytes: int) -> Iterator[tuple[int, Ints, Rows]]:
+    def by_page(self, segment_bytes: int) -> Iterator[tuple[int, list[tuple[int, bytes]]]]:
         """Per page that changes: its number, and which of its rows become what."""
         rows = self._joined()
         positions = positions_of(rows, segment_bytes)
@@ -186,8 +186,8 @@ class DurableIndex:
         with self._begin_write() as txn:
             for digest, value in batch.namespaces.items():
                 txn.put(digest, value, db=self._namespaces)
-            for page, numbers, rows in batch.by_page(self._segment_bytes):
-                self._change(txn, page, numbers, rows)
+            for page, changes in batch.by_page(self._segment_bytes):
+                self._change(txn, page, changes)
 
     def copy_to(self, other: DurableIndex, slab_bytes: int, records_max: int) -> None:
         """Write into an empty index what fits a smaller capacity: the most recently stored."""
@@ -207,15 +207,15 @@ class DurableIndex:
         """Drop records found bad, where they were read, and what is no page."""
         at = np.unique(np.fromiter(positions, np.int64))
         with self._env.begin(write=True, db=self._records) as txn:
-            for change in by_page(at, np.zeros(len(at), ROW_TYPE)):
-                self._change(txn, *change)
+            for page, changes in by_page(at, np.zeros(len(at), ROW_TYPE)):
+                self._change(txn, page, changes)
             for name in unreadable:
                 txn.delete(name)
 
-    def _change(self, txn: Any, page: int, numbers: Ints, rows: Rows) -> None:
+    def _change(self, txn: Any, page: int, changes: Sequence[tuple[int, bytes]]) -> None:
         name = name_of_page(page)
         old = txn.get(name, db=self._records)
-        changed = changed_page(old if old and is_page(name, old) else None, numbers, rows)
+        changed = changed_page(old if old and is_page(name, old) else b"", changes)
         if changed:
             txn.put(name, changed, db=self._records)
         elif old is not None:

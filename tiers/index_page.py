@@ -6,7 +6,8 @@ one after the other lie beside each other, and together cost what one of them wo
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -23,30 +24,34 @@ from ebbtide.tiers.record_table import (
 from ebbtide.tiers.segments import ALIGNMENT_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
+    from ebbtide.tiers.record_table import Array
     from ebbtide.tiers.segments import Bools, Ints
 
 Rows = np.ndarray[Any, np.dtype[np.void]]  # of ROW_TYPE
 
 ROW_TYPE = np.dtype(
-    {
-        "names": ["key", "head", "epoch", "length", "offset", "sequence", "width", "digest"],
-        "formats": ["V36", "<u4", "<u4", "<u4", "<u8", "<u8", "u1", "V16"],
-        "offsets": [0, 36, 40, 44, 48, 56, 63, 64],
-        "itemsize": 80,
-    }
+    [
+        ("key", "V36"),
+        ("head", "<u4"),  # codec, and from the second byte on the minute
+        ("epoch", "<u4"),
+        ("length", "<u4"),
+        ("offset", "<u8"),
+        ("tail", "<u8"),  # sequence, and in the last byte the width of the key; 0: no record
+        ("digest", "V16"),
+    ]
 )
-"""`head`: the codec, and from the second byte on the minute. `width`: bytes of the key, 0 where
-there is no record; it is the last byte of `sequence`."""
 PAGE_ROWS = 51  # with LMDB's own 16 bytes they fill 4,096
 PAGE_BYTES_MAX = PAGE_ROWS * ROW_TYPE.itemsize
 NAME_OF_PAGE_BYTES = 8
 CODEC_RAW = 0
 
 _CODEC_BITS = 8
-_SEQUENCE_BITS = 56
+_SEQUENCE_BITS = np.uint64(56)
 _ROW_BITS = 6  # of a position
+_ROW_MASK = (1 << _ROW_BITS) - 1
+_WIDTH_AT = 63  # in a row
 _PAGE_BITS = 16  # of a page's number: within its segment
 
 
@@ -75,8 +80,8 @@ def rows_of(columns: Columns) -> Rows:
     rows["epoch"] = epochs_of(columns.name)
     rows["length"] = columns.length
     rows["offset"] = columns.offset
-    rows["sequence"] = columns.sequence
-    rows["width"] = columns.name[:, -1] & np.uint64(KEY_BYTES_MASK)
+    widths = columns.name[:, -1] & np.uint64(KEY_BYTES_MASK)
+    rows["tail"] = widths << _SEQUENCE_BITS | columns.sequence.astype(np.uint64)
     rows["digest"] = np.ascontiguousarray(columns.digest).view("V16")[:, 0]
     return rows
 
@@ -86,7 +91,7 @@ def columns_of(rows: Rows) -> Columns:
     named = np.zeros((len(rows), NAME_BYTES), np.uint8)
     named[:, :KEY_BYTES_MAX] = rows["key"].copy().view(np.uint8).reshape(-1, KEY_BYTES_MAX)
     names = named.view(np.uint64)
-    names[:, -1] = rows["epoch"].astype(np.uint64) << np.uint64(WIDTH_BITS) | rows["width"]
+    names[:, -1] = rows["epoch"].astype(np.uint64) << np.uint64(WIDTH_BITS) | widths_of(rows)
     return Columns(
         name=names,
         length=rows["length"].astype(np.int64),
@@ -112,14 +117,15 @@ def rows_of_entries(entries: Iterable[Entry]) -> Rows:
         row["key"], row["epoch"] = entry.key.ljust(KEY_BYTES_MAX, b"\0"), entry.epoch
         row["head"] = entry.minute << _CODEC_BITS | entry.codec
         row["length"], row["offset"] = entry.length, entry.offset
-        row["sequence"], row["width"] = entry.sequence, len(entry.key)
+        row["tail"] = len(entry.key) << int(_SEQUENCE_BITS) | entry.sequence
         row["digest"] = entry.digest
     return rows
 
 
 def entries_of(rows: Rows) -> list[Entry]:
     """One by one, what rows with a record say. 2 us each."""
-    codecs, sequences = codecs_of(rows).tolist(), sequences_of(rows).tolist()
+    columns = (codecs_of(rows), sequences_of(rows), widths_of(rows))
+    said = zip(*(column.tolist() for column in columns), strict=True)
     return [
         Entry(
             epoch,
@@ -131,8 +137,8 @@ def entries_of(rows: Rows) -> list[Entry]:
             bytes(digest),
             head >> _CODEC_BITS,
         )
-        for (key, head, epoch, length, offset, _, width, digest), codec, sequence in zip(
-            rows.tolist(), codecs, sequences, strict=True
+        for (key, head, epoch, length, offset, _, digest), (codec, sequence, width) in zip(
+            rows.tolist(), said, strict=True
         )
     ]
 
@@ -143,20 +149,26 @@ def codecs_of(rows: Rows) -> Ints:
 
 
 def sequences_of(rows: Rows) -> Ints:
-    masked = rows["sequence"] & np.uint64((1 << _SEQUENCE_BITS) - 1)
+    masked = rows["tail"] & ((np.uint64(1) << _SEQUENCE_BITS) - np.uint64(1))
     sequences: Ints = masked.astype(np.int64)
     return sequences
 
 
+def widths_of(rows: Rows) -> Array:
+    """uint64: of the keys, 0 where there is no record."""
+    widths: Array = rows["tail"] >> _SEQUENCE_BITS
+    return widths
+
+
 def are_records(rows: Rows) -> Bools:
     """Which rows have one."""
-    records: Bools = rows["width"] != 0
+    records: Bools = widths_of(rows) != 0
     return records
 
 
 def are_formed(rows: Rows) -> Bools:
     """Which rows with a record can have been written by ebbtide."""
-    widths = rows["width"]
+    widths = widths_of(rows)
     formed: Bools = (widths <= KEY_BYTES_MAX) & (rows["length"] > 0)
     short = np.flatnonzero(widths < KEY_BYTES_MAX)
     keys = rows["key"][short].copy().view(np.uint8).reshape(-1, KEY_BYTES_MAX)
@@ -188,13 +200,15 @@ def positions_in(page: int, count: int) -> Ints:
     return np.arange(count, dtype=np.int64) | page << _ROW_BITS
 
 
-def by_page(positions: Ints, rows: Rows) -> Iterator[tuple[int, Ints, Rows]]:
+def by_page(positions: Ints, rows: Rows) -> Iterator[tuple[int, list[tuple[int, bytes]]]]:
     """Per page of these positions, which rise: its number, and which of its rows become what."""
-    numbers = positions & ((1 << _ROW_BITS) - 1)
-    pages, starts = np.unique(positions >> _ROW_BITS, return_index=True)
-    bounds = pairwise([*starts.tolist(), len(positions)])
-    for page, (start, end) in zip(pages.tolist(), bounds, strict=True):
-        yield page, numbers[start:end], rows[start:end]
+    size, packed = ROW_TYPE.itemsize, rows.tobytes()
+    changes = (
+        (position >> _ROW_BITS, position & _ROW_MASK, packed[at : at + size])
+        for position, at in zip(positions.tolist(), range(0, len(packed), size), strict=True)
+    )
+    for page, mine in groupby(changes, key=itemgetter(0)):
+        yield page, [(number, row) for _, number, row in mine]
 
 
 def name_of_page(page: int) -> bytes:
@@ -213,12 +227,13 @@ def is_page(name: bytes, value: bytes) -> bool:
     return named and len(value) <= PAGE_BYTES_MAX and len(value) % ROW_TYPE.itemsize == 0
 
 
-def changed_page(old: bytes | None, numbers: Ints, rows: Rows) -> bytes:
+def changed_page(old: bytes, changes: Sequence[tuple[int, bytes]]) -> bytes:
     """A page with these rows in place of those that it had; b"" when no record is left in it."""
-    page = np.zeros(PAGE_ROWS, ROW_TYPE)
-    if old:
-        before = np.frombuffer(old, ROW_TYPE)
-        page[: len(before)] = before
-    page[numbers] = rows
-    used = np.flatnonzero(are_records(page))
-    return page[: used[-1] + 1].tobytes() if len(used) else b""
+    size, page = ROW_TYPE.itemsize, bytearray(old)
+    page += bytes(max(0, (changes[-1][0] + 1) * size - len(old)))
+    for number, row in changes:
+        page[number * size : (number + 1) * size] = row
+    end = len(page)
+    while end and not page[end - size + _WIDTH_AT]:
+        end -= size
+    return bytes(page[:end])

@@ -191,7 +191,7 @@ def copy_keys(closed: Closed) -> set[Name]:
         for one, two in zip(found[::2], found[1::2], strict=True):
             for field in ("epoch", "key"):
                 rows[field][at[one]] = rows[field][at[two]]
-            rows["sequence"][at[one]] = rows["sequence"].max() + 1
+            rows["tail"][at[one]] = rows["tail"].max() + 1  # the sequence
     return set(found)
 
 

@@ -100,10 +100,11 @@ def damage(rows: Rows, kind: str) -> None:
     elif kind == "codec":
         one["head"] |= 7
     elif kind == "wide":
-        one["width"] = 200
+        one["tail"] |= 200 << 56
     else:
         assert kind == "padding"
-        two["key"], two["width"] = b"k" * 36, 20
+        two["key"] = b"k" * 36
+        two["tail"] = 20 << 56
 
 
 @pytest.mark.parametrize(
