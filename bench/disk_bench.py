@@ -40,6 +40,7 @@ CAPACITY_BYTES, QUICK_CAPACITY_BYTES = 2048 * MIB, 512 * MIB
 QUICK_PAIRS = 3
 REWRITTEN = 3  # times the capacity, in the rounds at steady state
 GOT_SHARE = 4  # a quarter of the records is got in a round
+SCATTERED_SHARE = 8  # of the records is put in a round after them
 FLOOD_SHARE = 4  # a quarter of the capacity is put while single records are got
 KEPT_SHARE = 0.75  # of the latest records: a tier may evict a little ahead
 TIER_SPARE = 1.25  # of the tier's capacity, for its index and the slots that it evicts ahead
@@ -143,8 +144,11 @@ class DiskBench:
             for number in range(self._pairs):
                 _say(f"{name}: full, {number + 1} of {self._pairs}")
                 rounds.put("put", number, REWRITTEN * records // self._pairs)
+            for number in range(self._pairs):
+                _say(f"{name}: used, {number + 1} of {self._pairs}")
                 rounds.get("get", number, records // GOT_SHARE)
                 rounds.get_beside_puts(number, records // FLOOD_SHARE)
+                rounds.put("put_scattered", number, records // SCATTERED_SHARE)
             return rounds.cases()
 
     def _open(
@@ -198,6 +202,7 @@ class Rounds:
         self._draw = Random(record_bytes)
         self._found: dict[tuple[str, str], list[Measured]] = {}  # by case and design
         self._ceilings: dict[str, list[float]] = {}  # by case
+        self._moved: dict[str, list[int]] = {}  # records, by case
         self._tier = next(design for design in designs if isinstance(design, Tier))
         self._beside: list[float] = []  # ms
         self._beside_ceilings: list[float] = []
@@ -261,14 +266,13 @@ class Rounds:
             else:
                 self._found.setdefault((case, design.name), []).append(measured)
         self._ceilings.setdefault(case, []).append(best)
+        self._moved.setdefault(case, []).append(count)
 
     def cases(self) -> list[Case]:
         """One line for each case and design."""
-        moved = {"put_fill": self._records, "put": REWRITTEN * self._records}
         found = []
         for (case, design), rounds in self._found.items():
-            got = len(rounds) * (self._records // GOT_SHARE)
-            volume_gb = moved.get(case, got) * self._record_bytes / GB
+            volume_gb = sum(self._moved[case]) * self._record_bytes / GB
             found.append(
                 measured_case(
                     bench=BENCH,
