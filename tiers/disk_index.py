@@ -69,8 +69,9 @@ class DiskIndex:
 
     def whole_of(self) -> dict[int, int]:
         """How many records can be read, by epoch. O(rows), vectorised."""
-        whole = np.flatnonzero(self.table.state[: self.table.used] == _WHOLE)
-        epochs, counts = np.unique(epochs_of(self.table.name[whole]), return_counts=True)
+        used = self.table.used
+        epochs = epochs_of(self.table.name[:used])[self.table.state[:used] == _WHOLE]
+        epochs, counts = np.unique(epochs, return_counts=True)
         return dict(zip(epochs.tolist(), counts.tolist(), strict=True))
 
     def records_of(self, epoch: int) -> list[DiskRecord]:

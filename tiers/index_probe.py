@@ -9,6 +9,7 @@ Run as a program, this module is the child: `python -m ebbtide.tiers.index_probe
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ _log = logging.getLogger("ebbtide.tiers")
 
 TIMEOUT_S = 120.0  # a million records take some 3 s when nothing of them is cached
 DATABASES_MAX = 4
+SPARE_BYTES = 1 << 20
 EXIT_UNUSABLE = 1
 
 
@@ -48,7 +50,11 @@ def index_is_sound(path: str) -> bool:
 
 def read_everything(path: str) -> None:
     """Touch every entry, and what a writer looks at first. Raises lmdb.Error, or worse."""
-    environment = lmdb.open(path, max_dbs=DATABASES_MAX, readahead=False, create=False)
+    # An index without a free page needs some for the trial of writing, which is given up again.
+    map_bytes = os.path.getsize(os.path.join(path, "data.mdb")) + SPARE_BYTES
+    environment = lmdb.open(
+        path, map_size=map_bytes, max_dbs=DATABASES_MAX, readahead=False, create=False
+    )
     with environment.begin() as transaction:
         names = [bytes(name) for name, _ in transaction.cursor()]
     opened = [environment.open_db(name, create=False) for name in names]

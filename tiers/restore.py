@@ -34,6 +34,13 @@ def restore(tier: DiskTier, namespaces: Sequence[StoredNamespace], index: Durabl
     """
     for namespace in namespaces:
         tier.know(namespace)
+    dropped = _fill(tier, index)
+    if tier.records >= MANY:  # once nothing is held any more of what was read
+        _give_memory_back()
+    return dropped
+
+
+def _fill(tier: DiskTier, index: DurableIndex) -> int:
     positions, rows, unreadable = index.read()
     good = are_formed(rows) & (codecs_of(rows) == CODEC_RAW)
     good &= np.isin(rows["epoch"], np.array(list(tier.digests), np.int64))
@@ -49,8 +56,6 @@ def restore(tier: DiskTier, namespaces: Sequence[StoredNamespace], index: Durabl
     dropped = len(rows) - int(held.sum()) + len(unreadable)
     if dropped:
         index.remove(positions[~held].tolist(), unreadable)
-    if len(placed) >= MANY:
-        _give_memory_back()
     return dropped
 
 

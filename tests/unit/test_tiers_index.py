@@ -35,6 +35,7 @@ from ebbtide.tiers.index_page import (
     rows_of_entries,
     sequences_of,
 )
+from ebbtide.tiers.index_probe import index_is_sound
 from ebbtide.tiers.record_table import keys_of
 
 if TYPE_CHECKING:
@@ -330,3 +331,19 @@ def test_the_digest_tells_namespace_hash_and_group_apart() -> None:
 def test_the_digest_reads_views_in_place() -> None:
     payload = keyed_bytes(b"x", 5000)
     assert record_digest(memoryview(payload)[:4000], 1) == record_digest(payload[:4000], 1)
+
+
+# -- the probe ------------------------------------------------------------------------------------
+
+
+def test_an_index_without_a_free_page_is_sound(path: Path) -> None:
+    """Larger than LMDB's map is by default: the trial of writing has to have room all the same."""
+    records = 140_000
+    rows = np.repeat(rows_of_entries([ENTRY._replace(length=4096)]), records)
+    rows["offset"] = np.arange(records) * 4096
+    batch = IndexBatch()
+    batch.add(rows)
+    with closing(DurableIndex(str(path), 64 << 20, SEGMENT_BYTES)) as index:
+        index.commit(batch)
+    assert (path / "data.mdb").stat().st_size > 10 << 20
+    assert index_is_sound(str(path))
