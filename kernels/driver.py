@@ -149,7 +149,8 @@ class Driver:
 
         All three are contiguous int64 [copies] arrays. Raises MisuseError for a legacy default
         stream or arrays that do not fit, TierUnavailableError when the driver refuses; some of the
-        copies may then be under way. Cost: about 0.5 us a copy on the calling thread, lock free.
+        copies may then be under way. Cost: expected to be some 0.5 us a copy on the
+        calling thread, lock free; not measured yet.
         """
         if stream in LEGACY_STREAMS:
             raise MisuseError("Copies need a stream of their own", stream=stream)

@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from ebbtide.kernels.fragments import FragmentTable
 
 STAGING_BYTES = 32 << 20
-"""Device memory of one direction: at 50 GB/s a copy of 0.6 ms; a launch is short against that."""
+"""Device memory of one direction. At 50 GB/s, were a link so fast, it is a copy of 0.6 ms, against
+which a launch is short; not measured yet."""
 PROGRAMS = 24
-"""So many compute units fill device memory's path for the few percent of the time they run."""
+"""So many compute units should fill device memory's path for the few percent of the time they run."""
 TILE_BYTES = 32 << 10  # that one program has in flight
 WARPS = 8
 JOBS_MAX = 1 << 30
