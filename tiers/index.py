@@ -84,7 +84,9 @@ class IndexBatch:
         rows = self._joined()
         positions = positions_of(rows, segment_bytes)
         last = _last_of_each(positions)
-        return by_page(positions[last], rows[last])
+        positions, rows = positions[last], rows[last]
+        rows[~are_records(rows)] = np.zeros((), ROW_TYPE)  # where it was is no part of the page
+        return by_page(positions, rows)
 
     def _joined(self) -> Rows:
         return np.concatenate(self.changes) if self.changes else np.zeros(0, ROW_TYPE)

@@ -51,7 +51,8 @@ def index_is_sound(path: str) -> bool:
 def read_everything(path: str) -> None:
     """Touch every entry, and what a writer looks at first. Raises lmdb.Error, or worse."""
     # An index without a free page needs some for the trial of writing, which is given up again.
-    map_bytes = os.path.getsize(os.path.join(path, "data.mdb")) + SPARE_BYTES
+    data = os.path.join(path, "data.mdb")
+    map_bytes = (os.path.getsize(data) if os.path.exists(data) else 0) + SPARE_BYTES
     environment = lmdb.open(
         path, map_size=map_bytes, max_dbs=DATABASES_MAX, readahead=False, create=False
     )

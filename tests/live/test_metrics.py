@@ -41,7 +41,7 @@ pytestmark = pytest.mark.live
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCUMENT = REPOSITORY / "docs" / "metrics.md"
 MANY = 700  # records of 128 KiB: more than memory and disk hold
-FILE_LIMIT_BYTES = 256 << 10
+FILE_LIMIT_BYTES = 4096
 OTHER_USER = 65_534
 
 
@@ -183,7 +183,7 @@ def turn_away(house: House) -> None:
 
 
 def lose_disk(store: subprocess.Popen[bytes], engine: object, story: Story) -> None:
-    """No file may grow beyond a few records: the next write fails. Then it may again."""
+    """No file may be written behind its first page: the next write fails. Then it may again."""
     hard = resource.prlimit(store.pid, resource.RLIMIT_FSIZE)[1]
     resource.prlimit(store.pid, resource.RLIMIT_FSIZE, (FILE_LIMIT_BYTES, hard))
     writer = Writer(story.house.client(arena=True), "o")

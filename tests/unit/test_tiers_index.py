@@ -133,6 +133,19 @@ def test_a_page_has_51_slots_and_ends_with_its_last_record(path: Path) -> None:
     assert [len(value) for value in raw(path, b"records").values()] == [80]
 
 
+def test_a_slot_without_a_record_is_a_row_of_zeros(path: Path) -> None:
+    with closing(DurableIndex(str(path), MAP_BYTES, SEGMENT_BYTES)) as index:
+        index.commit(batch_of(*(neighbour(n) for n in range(3))))
+        batch = IndexBatch()
+        remove(batch, neighbour(1))
+        index.commit(batch)
+    (page,) = raw(path, b"records").values()
+    empty = (GOLDEN_NUMBER + 1) * 80
+    assert page[empty : empty + 80] == bytes(80)
+    assert page[empty - 80 : empty].strip(b"\0")
+    assert page[empty + 80 :].strip(b"\0")
+
+
 def test_a_page_fills_one_of_lmdbs(path: Path) -> None:
     """With 16 bytes of LMDB's own: one more row would double what a change costs."""
     with closing(DurableIndex(str(path), MAP_BYTES, SEGMENT_BYTES)) as index:
