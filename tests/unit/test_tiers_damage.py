@@ -195,6 +195,16 @@ def copy_keys(closed: Closed) -> set[Name]:
     return set(found)
 
 
+def break_rows(closed: Closed) -> set[Name]:
+    """Keys of lengths that no key has, or with something behind their end."""
+    found = closed.some(DAMAGED)
+    with closed.rows() as (rows, at):
+        for number, name in enumerate(found):
+            sequence = int(rows["tail"][at[name]]) & (1 << 56) - 1
+            rows["tail"][at[name]] = (200 if number % 2 else 20) << 56 | sequence
+    return set(found)
+
+
 def point_elsewhere(closed: Closed) -> set[Name]:
     """At slots that nobody has written, or no longer."""
     found = closed.some(DAMAGED)
@@ -229,6 +239,7 @@ KINDS = [
     exchange_keys,
     exchange_rows,
     copy_keys,
+    break_rows,
     point_elsewhere,
     keep_old_payload,
     truncate,

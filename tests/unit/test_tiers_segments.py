@@ -374,3 +374,42 @@ def test_nothing_is_restored_from_nothing() -> None:
     assert place_all(space, []) == []
     space.expose_all(np.zeros(0, np.int64))
     assert len(fill(space, PAGE)) == 2 * 1024
+
+
+# -- many at a time -------------------------------------------------------------------------------
+
+
+def state_of(space: SegmentSpace[int]) -> object:
+    """All that a space answers by: counts, orders of eviction, and which segments go first."""
+    space.check_integrity()
+    drained = [space.victims(length, strict=True) for length in (PAGE, 3 * PAGE, 2 * MIB)]
+    in_use = [(segment.index, segment.last_touch) for segment in space._eviction.in_use]
+    counts = (space.used_bytes, space.payload_bytes, space.clock.now)
+    return counts, list(space.coldest_first()), in_use, drained, space.free_bytes(PAGE)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_many_at_a_time_is_one_after_the_other(seed: int) -> None:
+    """Slots of two sizes in several segments, in any order, also emptied segments and none."""
+    draw = Random(seed)
+    one, many = SegmentSpace[int](16 * MIB), SegmentSpace[int](16 * MIB)
+    held: dict[int, tuple[int, int]] = {}  # owner -> length, offset
+    for step in range(40):
+        length = draw.choice([PAGE, 3 * PAGE - 7])
+        owners = range(1000 * step, 1000 * step + draw.choice([1, 50, 900]))
+        offsets = one.place_many(owners, length)
+        assert many.place_many(owners, length) == offsets
+        held |= {o: (length, at) for o, at in zip(owners, offsets, strict=False)}
+        some = draw.sample(sorted(held), draw.randrange(len(held) + 1))
+        lengths, places = np.array([held[o] for o in some], np.int64).reshape(-1, 2).T
+        kind = draw.choice(["expose", "hide", "remove"])
+        for owner in some:
+            if kind == "remove":
+                one.remove(owner, *held.pop(owner))
+            else:
+                getattr(one, kind)(held[owner][1])
+        if kind == "remove":
+            many.remove_many(some, lengths, places)
+        else:
+            getattr(many, kind + "_many")(places)
+        assert state_of(many) == state_of(one)
