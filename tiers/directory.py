@@ -212,7 +212,7 @@ class Directory:
                     known=FORMAT,
                 )
             if found < FORMAT:
-                _log.warning("%s is of format %d: the disk tier starts empty", self.path, found)
+                _log.warning("%s is of format %d: a store starts empty on it", self.path, found)
                 return None
             kept = Geometry(**fields)
             return kept if kept.is_possible else None

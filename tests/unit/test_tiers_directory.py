@@ -188,7 +188,7 @@ def test_a_directory_of_format_1_starts_empty_and_says_so(
     disk = open_disk(place)
     assert disk.tier.records == 0
     close(disk)
-    assert "is of format 1: the disk tier starts empty" in caplog.text
+    assert "is of format 1: a store starts empty on it" in caplog.text
     assert json.loads((place / "FORMAT").read_text())["format"] == 2
 
 
