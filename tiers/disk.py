@@ -138,6 +138,8 @@ class DiskTier:
         """Whether the tier can ever hold a record of so many bytes for the epoch."""
         if length > self.space.largest_bytes:
             return False
+        if self.quarantined_bytes and not self.space.can_hold(length):
+            return False  # a segment with a slot that is never freed serves no other size
         return self.space.fits_cap(epoch, length)
 
     def reset(
@@ -309,6 +311,7 @@ class DiskTier:
         """Use the slot no more before the directory is opened again."""
         self.corrupt += 1
         self.quarantined_bytes += self.index.stride(row)
+        self.space.spoil(self.index.table.offset_of[row])
         if self.index.is_whole(row):
             self._leave([row], Miss.CORRUPT, bad=True)
         else:

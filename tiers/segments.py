@@ -103,6 +103,23 @@ class SegmentSpace(Generic[Owner]):
 
     # -- occupying slots ------------------------------------------------------------------------
 
+    def spoil(self, offset: int) -> None:
+        """The slot there will not be freed."""
+        self._at(offset)[0].spoiled += 1
+
+    def can_hold(self, length: int) -> bool:
+        """Whether there will ever be a slot for a record of `length` bytes. O(segments)."""
+        stride = self.stride(length)
+        for segment in self._segments:
+            slot_class = segment.slot_class
+            if slot_class is not None and slot_class.stride == stride:
+                possible = segment.spoiled < segment.size_bytes // stride
+            else:
+                possible = not segment.spoiled and segment.size_bytes >= stride
+            if possible:
+                return True
+        return False
+
     def place(self, owner: Owner, length: int, order: int = COMMON) -> int | None:
         """Give the owner a free slot: its offset. None: something must be evicted first.
 

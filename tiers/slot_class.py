@@ -34,6 +34,7 @@ class Segment(Generic[Owner]):
         "position",
         "size_bytes",
         "slot_class",
+        "spoiled",
         "used",
     )
 
@@ -44,6 +45,7 @@ class Segment(Generic[Owner]):
         self.position = -1  # in its class
         self.free: list[int] = []  # heap of slot numbers within the segment
         self.used = 0
+        self.spoiled = 0  # slots that nobody will give back: it stays with its size
         self.exposed = 0  # slots of it that may be evicted
         self.held: dict[int, int] = {}  # taken slots by order of eviction, but for the common one
         self.last_touch = 0  # recency stamp of the most recent touch of any of its slots

@@ -367,6 +367,26 @@ def test_a_slot_that_showed_wrong_bytes_is_not_used_again(sim: SimStore) -> None
     disk.check_integrity()
 
 
+def test_a_size_that_no_segment_will_ever_hold_is_refused(sim: SimStore) -> None:
+    """The slab is one segment here: a slot of it that is never freed keeps it at its size."""
+    space, disk = sim.namespace(), disk_of(sim)
+    sim.put(space, keys(0, 20), LENGTH)
+    assert sim.drain()
+    fail(sim, "read", Fault.FLIP)
+    assert sim.get(space, keys(0, 1)) == [Miss.CORRUPT]
+    assert disk.takes(space.epoch, LENGTH)
+    assert not disk.takes(space.epoch, 2 * PAGE)
+    sim.put(space, [key_of(500)], 2 * PAGE)
+    sim.put(space, [key_of(501)], LENGTH)
+    assert sim.drain()  # it would wait for ever
+    assert disk.find(space.epoch, key_of(500)) is None
+    assert disk.find(space.epoch, key_of(501)) is not None
+    assert sim.restart()
+    sim.put(sim.namespace(), [key_of(500)], 2 * PAGE)
+    assert sim.drain()
+    assert disk_of(sim).corrupt == 0
+
+
 def test_a_drive_with_many_bad_slots_goes_out_of_service(sim: SimStore) -> None:
     space, disk = sim.namespace(), disk_of(sim)
     sim.put(space, keys(0, 40), LENGTH)
