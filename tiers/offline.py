@@ -39,7 +39,7 @@ def open_offline(path: str) -> Iterator[tuple[Directory, DurableIndex]]:
 
 def survey_directory(path: str) -> dict[str, Any]:
     """What the namespaces of a directory hold: what a running store reports, as far as an index
-    knows it. seconds for a million records. Raises as `open_offline`.
+    knows it. Seconds for a million records. Raises as `open_offline`.
     """
     with open_offline(path) as (directory, index):
         geometry, namespaces = directory.geometry, index.namespaces()
