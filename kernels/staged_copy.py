@@ -30,7 +30,7 @@ STAGING_BYTES = 32 << 20
 """Device memory of one direction. At 50 GB/s, were a link so fast, it is a copy of 0.6 ms, against
 which a launch is short; not measured yet."""
 PROGRAMS = 24
-"""So many compute units should fill device memory's path for the few percent of the time they run."""
+"""So many compute units should fill device memory's path for the few percent of time they run."""
 TILE_BYTES = 32 << 10  # that one program has in flight
 WARPS = 8
 JOBS_MAX = 1 << 30

@@ -29,7 +29,7 @@ def test_a_full_index_has_room_for_any_churn(tmp_path: Path, stride: int, slots:
     Sparse: records everywhere in the slab, so that each page has few. A map that is full ends in
     MDB_MAP_FULL, which takes the disk tier down.
     """
-    plan = Geometry.plan(64 * MIB)
+    plan = Geometry.plan(32 * MIB)
     draw = random.Random(5)
     free = [
         start + at
@@ -42,7 +42,7 @@ def test_a_full_index_has_room_for_any_churn(tmp_path: Path, stride: int, slots:
     held: deque[int] = deque()  # offsets
     index_path = str(tmp_path)
     with closing(DurableIndex(index_path, plan.index_bytes, plan.segment_bytes)) as index:
-        for number in range(60):
+        for number in range(30):
             batch = IndexBatch()
             size = min(draw.choice([1, 16, 64, 256, records_max // 2, records_max]), records_max)
             leaving = [held.popleft() for _ in range(max(0, len(held) + size - records_max))]
