@@ -22,11 +22,12 @@ _log = logging.getLogger("ebbtide.tiers")
 FORMAT = 2
 SMALL_FILES_BYTES = 64 << 10
 INDEX_BYTES_MIN = 1 << 20
-INDEX_SHARE = 16  # one sixteenth of the capacity belongs to the index
+INDEX_SHARE = 14  # this part of the capacity belongs to the index
 # A tree under change needs its pages three times: committed, being written, and freed by the last
 # commit, which LMDB reuses one later. A page has the room of 51 slots, however few of them hold a
-# record: where all slots are small, all pages together take a 51st of the slab, three times that is
-# 15/16 of the index. The rest has room for the saved order of eviction (24 bytes a record).
+# record: where all slots are small, all pages together take a 51st of the slab, and three times
+# that, with the last page of each segment, is up to nine tenths of the index. The rest has room for
+# the saved order of eviction (24 bytes a record) and the tree itself.
 INDEX_BYTES_PER_RECORD = 400
 OURS = {"FORMAT", "LOCK", "slab", "index"}
 LEFTOVERS = {"FORMAT.new", "index.new"}  # of an opening that crashed

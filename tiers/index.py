@@ -41,7 +41,7 @@ Sequences = np.ndarray[Any, np.dtype[np.int64]]  # of records
 
 CLOCK_START_S = 1_577_836_800  # 2020-01-01, UTC
 MINUTE_MAX = (1 << 24) - 1  # in 2051
-RECENCY_CHUNK = 8192
+RECENCY_CHUNK = 510  # sequences that fill one of LMDB's pages: several in a row are hard to find
 
 
 class StoredNamespace(NamedTuple):

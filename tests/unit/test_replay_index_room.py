@@ -22,14 +22,19 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize("slots", ["dense", "sparse"])
-@pytest.mark.parametrize("stride", [PAGE, 16 * PAGE, MIB])
-def test_a_full_index_has_room_for_any_churn(tmp_path: Path, stride: int, slots: str) -> None:
+@pytest.mark.parametrize(
+    ("capacity_bytes", "stride"),
+    [(16 * MIB, PAGE), (48 * MIB, PAGE), (16 * MIB, 16 * PAGE), (48 * MIB, MIB)],
+)
+def test_a_full_index_has_room_for_any_churn(
+    tmp_path: Path, capacity_bytes: int, stride: int, slots: str
+) -> None:
     """Commits of all sizes at the greatest number of records, with the order saved in between.
 
     Sparse: records everywhere in the slab, so that each page has few. A map that is full ends in
     MDB_MAP_FULL, which takes the disk tier down.
     """
-    plan = Geometry.plan(32 * MIB)
+    plan = Geometry.plan(capacity_bytes)
     draw = random.Random(5)
     free = [
         start + at

@@ -273,7 +273,7 @@ def test_recency_is_packed_sequences_in_chunks_coldest_first(path: Path, count: 
         index.save_recency(np.array(sequences))
         assert index.recency().tolist() == sequences
     found = raw(path, b"meta")
-    assert list(found) == [b"recency/%08d" % n for n in range(-(-count // 8192))]
+    assert list(found) == [b"recency/%08d" % n for n in range(-(-count // 510))]
     if count:
         assert found[b"recency/00000000"][:8] == struct.pack("<Q", count)
 
