@@ -205,9 +205,9 @@ class DurableIndex:
         order = self.recency()
         other.save_recency(order[np.isin(order, sequences_of(rows[latest]))])
 
-    def remove(self, positions: Iterable[int], unreadable: Iterable[bytes] = ()) -> None:
+    def remove(self, positions: Ints | Sequence[int], unreadable: Iterable[bytes] = ()) -> None:
         """Drop records found bad, where they were read, and what is no page."""
-        at = np.unique(np.fromiter(positions, np.int64))
+        at = np.unique(np.asarray(positions, np.int64))
         with self._env.begin(write=True, db=self._records) as txn:
             for page, changes in by_page(at, np.zeros(len(at), ROW_TYPE)):
                 self._change(txn, page, changes)

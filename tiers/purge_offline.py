@@ -63,7 +63,7 @@ def purge_offline(
         if is_free:
             slots.append((entry.offset, directory.geometry.slot_bytes(entry.length)))
     _overwrite(directory.slab_path, sorted(slots))
-    index.remove(positions[~stays].tolist())
+    index.remove(positions[~stays])
     return found
 
 

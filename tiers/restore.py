@@ -55,7 +55,7 @@ def _fill(tier: DiskTier, index: DurableIndex) -> int:
     held[places[placed]] = True
     dropped = len(rows) - int(held.sum()) + len(unreadable)
     if dropped:
-        index.remove(positions[~held].tolist(), unreadable)
+        index.remove(positions[~held], unreadable)
     return dropped
 
 

@@ -178,9 +178,7 @@ def test_a_directory_of_format_1_starts_empty_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     place = tmp_path / "disk"
-    with SimStore(1, 16 * PAGE, disk_path=str(place), slab_bytes=64 * PAGE) as sim:
-        sim.put(sim.namespace(), [key_of(1)], PAGE)
-        sim.drain()
+    store_one(place)
     fields = json.loads((place / "FORMAT").read_text())
     (place / "FORMAT").write_text(json.dumps({**fields, "format": 1}))
     with pytest.raises(ConfigError, match="an earlier one"):
@@ -248,6 +246,13 @@ def test_p60_shrinking_keeps_what_fits(tmp_path: Path) -> None:
         sim.store.check_integrity()
 
 
+def store_one(place: Path) -> None:
+    """Make a directory that holds one record, and close it in order."""
+    with SimStore(1, 16 * PAGE, disk_path=str(place), slab_bytes=64 * PAGE) as sim:
+        sim.put(sim.namespace(), [key_of(1)], PAGE)
+        assert sim.drain()
+
+
 def used_bytes(place: Path) -> int:
     return sum(path.stat().st_blocks * 512 for path in place.rglob("*") if path.is_file())
 
@@ -313,9 +318,7 @@ def test_any_lmdb_error_while_opening_starts_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     place = tmp_path / "disk"
-    with SimStore(1, 16 * PAGE, disk_path=str(place), slab_bytes=64 * PAGE) as sim:
-        sim.put(sim.namespace(), [key_of(1)], PAGE)
-        sim.drain()
+    store_one(place)
     real, calls = getattr(DurableIndex, what.replace("restore", "recency")), []
 
     def fail_once(*args: object) -> object:
@@ -340,9 +343,7 @@ def test_an_index_that_has_no_room_to_be_opened_is_refused_with_the_numbers_and_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = tmp_path / "disk"
-    with SimStore(1, 16 * PAGE, disk_path=str(place), slab_bytes=64 * PAGE) as sim:
-        sim.put(sim.namespace(), [key_of(1)], PAGE)
-        sim.drain()
+    store_one(place)
 
     def fail(*args: object) -> object:
         raise lmdb.DiskError("made up")
@@ -370,9 +371,7 @@ def test_a_failed_opening_holds_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("damage", ["garbage", "missing", "truncated"])
 def test_p57_a_damaged_index_starts_empty(tmp_path: Path, damage: str) -> None:
     place = tmp_path / "disk"
-    with SimStore(1, 16 * PAGE, disk_path=str(place), slab_bytes=64 * PAGE) as sim:
-        sim.put(sim.namespace(), [key_of(1)], PAGE)
-        assert sim.drain()
+    store_one(place)
     data = place / "index" / "data.mdb"
     if damage == "missing":
         data.unlink()
