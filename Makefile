@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.made
-COMPILED := allocator/block_hash.c kernels/host_copy.c
+COMPILED := allocator/block_hash.c kernels/host_copy.c tiers/slab_io.c
 VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.made
 VLLM_PIP := $(VLLM_BIN)/python -m pip install --quiet --quiet --disable-pip-version-check

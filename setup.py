@@ -18,7 +18,11 @@ COMPILED = [
         py_limited_api=True,
         optional=True,
     )
-    for room, name in (("allocator", "block_hash"), ("kernels", "host_copy"))
+    for room, name in (
+        ("allocator", "block_hash"),
+        ("kernels", "host_copy"),
+        ("tiers", "slab_io"),
+    )
 ]
 
 setup(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,9 +27,10 @@ from ebbtide.tiers.quotas import Quotas
 from ebbtide.tiers.reads_first import ReadsFirst
 from ebbtide.tiers.reasons import Miss
 from ebbtide.tiers.record_table import keys_of
-from ebbtide.tiers.runs import Run, merge
+from ebbtide.tiers.runs import merge
 from ebbtide.tiers.runtime import READ
 from ebbtide.tiers.shares import COMMON
+from ebbtide.tiers.slab_calls import SlabCalls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from ebbtide.tiers.index import DurableIndex, StoredNamespace
     from ebbtide.tiers.namespace import Namespace
     from ebbtide.tiers.record_table import Columns
+    from ebbtide.tiers.runs import Outcomes
     from ebbtide.tiers.runtime import Runtime
     from ebbtide.tiers.segments import Bools, Ints
     from ebbtide.tiers.slab import Slab
@@ -88,8 +90,7 @@ class DiskTier:
         self.freeing_bytes = 0  # slots whose removal waits for a commit
         self.held_bytes = 0  # slots that a purge will give back: no reason to evict others
         self.reads_first = ReadsFirst()
-        self._started: dict[int, float] = {}  # reads and writes under way, since when
-        self._starts = 0
+        self.calls = SlabCalls(runtime, slab)
         self._committer = Committer(
             runtime,
             slab,
@@ -213,18 +214,18 @@ class DiskTier:
         """
         seeds = [record_seed(self.digests[get.record.epoch], get.record.key) for get in gets]
         runs, members = merge([(get.record.offset, get.view) for get in gets])
-        jobs = list(zip(runs, members, strict=True))
         good = bytearray(len(gets))
 
-        def read(job: tuple[Run, list[int]]) -> None:
-            run, numbers = job
-            self.slab.read(run.offset, run.views)
-            for number in numbers:
-                record, view = gets[number]
-                if record_digest(view[: record.length], seeds[number]) == record.digest:
-                    good[number] = 1
+        def read(share: slice) -> Outcomes:
+            outcomes = self.slab.read_runs(runs[share])
+            for numbers, error in zip(members[share], outcomes, strict=True):
+                for number in numbers if error is None else ():
+                    record, view = gets[number]
+                    if record_digest(view[: record.length], seeds[number]) == record.digest:
+                        good[number] = 1
+            return outcomes
 
-        def finished(outcomes: list[BaseException | None]) -> None:
+        def finished(outcomes: Outcomes) -> None:
             self.reads_first.read_ended()
             results: list[Miss | None] = [None] * len(gets)
             for numbers, error in zip(members, outcomes, strict=True):
@@ -236,7 +237,7 @@ class DiskTier:
                 self._writer.place_waiting()
 
         self.reads_first.read_began()
-        self.start(READ, read, jobs, finished)
+        self.calls.start_runs(READ, read, runs, finished)
 
     def _settle_read(
         self, record: DiskRecord, error: BaseException | None, good: int
@@ -351,36 +352,17 @@ class DiskTier:
 
     def waiting_since(self) -> float | None:
         """Since when (runtime seconds) the drive owes the oldest answer; None: it owes nothing."""
-        oldest = next(iter(self._started.values()), None)
-        commit = self._committer.running_since
-        return min((since for since in (oldest, commit) if since is not None), default=None)
+        both = (self.calls.since, self._committer.running_since)
+        return min((since for since in both if since is not None), default=None)
 
     @property
     def quiet(self) -> bool:
         """No thread touches the files, and none will."""
-        return not self._started and self.idle
+        return self.calls.since is None and self.idle
 
     def abandon(self) -> None:
         """Close the files of a tier that is down and `quiet`. Idempotent."""
         self.close(clean=False)
-
-    def start(
-        self,
-        pool: str,
-        work: Callable[[Any], None],
-        items: Sequence[Any],
-        done: Callable[[list[BaseException | None]], None],
-    ) -> None:
-        """As the runtime's, for I/O on this tier's slab, and known to be under way."""
-        self._starts += 1
-        number = self._starts
-        self._started[number] = self._runtime.now()
-
-        def ended(outcomes: list[BaseException | None]) -> None:
-            del self._started[number]
-            done(outcomes)
-
-        self._runtime.start(pool, work, items, ended)
 
     # -- closing --------------------------------------------------------------------------------
 
@@ -407,9 +389,7 @@ class DiskTier:
         self.index.check_integrity()
 
 
-def _report_failures(
-    results: Sequence[Miss | None], outcomes: Sequence[BaseException | None]
-) -> None:
+def _report_failures(results: Sequence[Miss | None], outcomes: Outcomes) -> None:
     """One line for a batch, however many of its records failed."""
     if Miss.IO_ERROR in results:
         reason = next((str(error) for error in outcomes if error is not None), "")

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 from ebbtide.tiers.index import minute_of
 from ebbtide.tiers.index_page import rows_of
 from ebbtide.tiers.key_index import NO_ROW
+from ebbtide.tiers.reads_first import BESIDE_READS_BYTES
 from ebbtide.tiers.reasons import Miss
 from ebbtide.tiers.record_table import KEY_BYTES_MAX
-from ebbtide.tiers.runs import Run, merge
+from ebbtide.tiers.runs import RUN_BYTES_MAX, merge
 from ebbtide.tiers.runtime import WRITE
 from ebbtide.tiers.shares import COMMON
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from ebbtide.tiers.commit import Committer
     from ebbtide.tiers.disk import DiskTier
     from ebbtide.tiers.disk_record import Put
+    from ebbtide.tiers.runs import Outcomes
     from ebbtide.tiers.runtime import Runtime
 
 PUTS_AT_A_TIME = 64  # a millisecond
@@ -213,25 +215,27 @@ class DiskWriter:
             self._write_piece(piece)
 
     def _write_piece(self, placed: Sequence[tuple[Put, int]]) -> None:
-        offset_of = self._index.table.offset_of
+        offset_of, slab = self._index.table.offset_of, self._tier.slab
+        reads_first = self._tier.reads_first
         runs, members = merge([(offset_of[row], put.view) for put, row in placed])
-        self._tier.start(
+
+        def write(share: slice) -> Outcomes:
+            with reads_first.write(sum(run.size_bytes for run in runs[share])):
+                return slab.write_runs(runs[share])
+
+        self._tier.calls.start_runs(
             WRITE,
-            self._write_run,
+            write,
             runs,
             lambda outcomes: self._written(placed, members, outcomes),
+            bytes_max=BESIDE_READS_BYTES if reads_first.reading else RUN_BYTES_MAX,
         )
-
-    def _write_run(self, run: Run) -> None:
-        """In an I/O thread."""
-        with self._tier.reads_first.write(run.size_bytes):
-            self._tier.slab.write(run.offset, run.views)
 
     def _written(
         self,
         placed: Sequence[tuple[Put, int]],
         members: list[list[int]],
-        outcomes: list[BaseException | None],
+        outcomes: Outcomes,
     ) -> None:
         failed: set[int] = set()
         for numbers, error in zip(members, outcomes, strict=True):

@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ebbtide.errors import EbbtideError, MisuseError, NoSpaceError, TierUnavailableError
-from ebbtide.tiers.runs import Run, merge
+from ebbtide.tiers.runs import RUN_BYTES_MAX, Run, merge
 from ebbtide.tiers.runtime import VERIFY, WRITE
-from ebbtide.tiers.slab import RUN_BYTES_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -163,7 +162,7 @@ class _Purge:
             self._maybe_done()
             return
         if not self._rows_left:
-            disk.start(WRITE, lambda _: disk.slab.sync(), [None], self._synced)
+            disk.calls.start(WRITE, lambda _: disk.slab.sync(), [None], self._synced)
             return
         rows = self._rows_left.popleft()
         ready = np.flatnonzero(disk.index.held_alone(rows))[:PIECE_RECORDS]
@@ -201,7 +200,7 @@ class _Purge:
             self._pause_s["disk"] = LOOK_AGAIN_S[0]
             self._look_at_disk()
 
-        disk.start(WRITE, write, runs, written)
+        disk.calls.start(WRITE, write, runs, written)
 
     def _synced(self, outcomes: list[BaseException | None]) -> None:
         disk = self._disk

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from ebbtide.tiers.slab import RUN_BYTES_MAX, RUN_RECORDS_MAX
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    Outcomes = list[BaseException | None]  # of runs: what each raised
+
+RUN_BYTES_MAX = 1 << 20  # neighbours are merged into one call up to this size
+RUN_RECORDS_MAX = 256  # well below IOV_MAX
 
 
 class Run(NamedTuple):
     """Slots one behind the other, from `offset` on."""
 
     offset: int
-    views: list[memoryview]
+    views: Sequence[memoryview]
 
     @property
     def size_bytes(self) -> int:
@@ -27,7 +30,7 @@ def merge(slots: Sequence[tuple[int, memoryview]]) -> tuple[list[Run], list[list
     O(n log n).
     """
     order = sorted(range(len(slots)), key=lambda number: slots[number][0])
-    runs: list[Run] = []
+    runs: list[tuple[int, list[memoryview]]] = []
     members: list[list[int]] = []
     end = size = -1
     for number in order:
@@ -38,10 +41,28 @@ def merge(slots: Sequence[tuple[int, memoryview]]) -> tuple[list[Run], list[list
             and len(members[-1]) < RUN_RECORDS_MAX
         )
         if not joins:
-            runs.append(Run(offset, []))
+            runs.append((offset, []))
             members.append([])
             size = 0
-        runs[-1].views.append(view)
+        runs[-1][1].append(view)
         members[-1].append(number)
         end, size = offset + len(view), size + len(view)
-    return runs, members
+    return [Run(*run) for run in runs], members
+
+
+def shared(runs: Sequence[Run], at_once: int, bytes_max: int = RUN_BYTES_MAX) -> list[slice]:
+    """Which runs, one after the other, make one call: at most so many, and so many bytes unless one
+    run has more.
+    """
+    shares: list[slice] = []
+    start = size_bytes = 0
+    for number, run in enumerate(runs):
+        if number - start == at_once or (
+            number > start and size_bytes + run.size_bytes > bytes_max
+        ):
+            shares.append(slice(start, number))
+            start, size_bytes = number, 0
+        size_bytes += run.size_bytes
+    if len(runs) > start:
+        shares.append(slice(start, len(runs)))
+    return shares

@@ -10,12 +10,15 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Protocol
 
 from ebbtide.errors import ConfigError
+from ebbtide.tiers.runs import Run
+from ebbtide.tiers.slab_io import slab_io
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-RUN_BYTES_MAX = 1 << 20  # neighbours are merged into one call up to this size
-RUN_RECORDS_MAX = 256  # well below IOV_MAX
+    from ebbtide.tiers.runs import Outcomes
+    from ebbtide.tiers.slab_io import SlabIO
+
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 BLOCK_BYTES = 512  # of st_blocks
 
@@ -24,6 +27,8 @@ class Slab(Protocol):
     """Raw bytes at offsets. Called from I/O threads; every method may raise OSError."""
 
     direct: bool
+    runs_at_once: int
+    """How many runs one call of `write_runs` or `read_runs` has under way at a time."""
 
     def write(self, offset: int, views: Sequence[memoryview]) -> None:
         """Write the views one behind the other. Durable only after `sync`."""
@@ -33,6 +38,14 @@ class Slab(Protocol):
         """Fill the views from `offset` on. Raises OSError(EIO) when the file ends before that."""
         ...
 
+    def write_runs(self, runs: Sequence[Run]) -> Outcomes:
+        """`write` each, in any order; what each raised, or None."""
+        ...
+
+    def read_runs(self, runs: Sequence[Run]) -> Outcomes:
+        """`read` each, in any order; what each raised, or None."""
+        ...
+
     def sync(self) -> None:
         """fdatasync: everything written before is durable, extent conversions included."""
         ...
@@ -40,7 +53,33 @@ class Slab(Protocol):
     def close(self) -> None: ...
 
 
-class SlabFile:
+class OneByOne:
+    """The part of a `Slab` that has many runs, for one that has a call for each."""
+
+    runs_at_once = 1
+
+    def write(self, offset: int, views: Sequence[memoryview]) -> None:
+        raise NotImplementedError
+
+    def read(self, offset: int, views: Sequence[memoryview]) -> None:
+        raise NotImplementedError
+
+    def write_runs(self, runs: Sequence[Run]) -> Outcomes:
+        return [_outcome(self.write, run) for run in runs]
+
+    def read_runs(self, runs: Sequence[Run]) -> Outcomes:
+        return [_outcome(self.read, run) for run in runs]
+
+
+def _outcome(call: Callable[[int, Sequence[memoryview]], None], run: Run) -> OSError | None:
+    try:
+        call(run.offset, run.views)
+    except OSError as error:
+        return error
+    return None
+
+
+class SlabFile(OneByOne):
     """A slab on a real file system: O_DIRECT where it works, else buffered and dropped from the
     cache.
     """
@@ -62,20 +101,36 @@ class SlabFile:
             if not self.direct:  # what lies behind a record is no part of it: read nothing ahead
                 os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
             on_failure.pop_all()
+        # Through the page cache the kernel would do one after the other all the same.
+        found = slab_io() if self.direct else None
+        self._io: SlabIO | None = found if found is not None and found.has_queues() else None
+        if self._io is not None:
+            self.runs_at_once = self._io.DEPTH
 
     def write(self, offset: int, views: Sequence[memoryview]) -> None:
-        wanted = sum(len(view) for view in views)
-        written = os.pwritev(self._fd, views, offset)
-        if written != wanted:  # O_DIRECT writes are whole or an error, but for a full disk
-            raise OSError(errno.EIO, f"short write: {written} of {wanted} bytes at {offset}")
+        failure = _failure("write", Run(offset, views), os.pwritev(self._fd, views, offset))
+        if failure is not None:
+            raise failure
 
     def read(self, offset: int, views: Sequence[memoryview]) -> None:
-        wanted = sum(len(view) for view in views)
-        got = os.preadv(self._fd, views, offset)
-        if got != wanted:
-            raise OSError(errno.EIO, f"short read: {got} of {wanted} bytes at {offset}")
+        run = Run(offset, views)
+        failure = _failure("read", run, os.preadv(self._fd, views, offset))
+        if failure is not None:
+            raise failure
         if not self.direct:
-            os.posix_fadvise(self._fd, offset, wanted, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self._fd, offset, run.size_bytes, os.POSIX_FADV_DONTNEED)
+
+    def write_runs(self, runs: Sequence[Run]) -> Outcomes:
+        if self._io is None or len(runs) == 1:
+            return super().write_runs(runs)
+        moved = self._io.transfer(self._fd, runs, True)
+        return [_failure("write", *each) for each in zip(runs, moved, strict=True)]
+
+    def read_runs(self, runs: Sequence[Run]) -> Outcomes:
+        if self._io is None or len(runs) == 1:
+            return super().read_runs(runs)
+        moved = self._io.transfer(self._fd, runs, False)
+        return [_failure("read", *each) for each in zip(runs, moved, strict=True)]
 
     def sync(self) -> None:
         os.fdatasync(self._fd)
@@ -86,6 +141,18 @@ class SlabFile:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def _failure(verb: str, run: Run, moved: int) -> OSError | None:
+    """What became of a run, by the bytes that were moved or an errno below zero. Direct writes are
+    whole or an error, but for a full disk.
+    """
+    if moved < 0:
+        return OSError(-moved, os.strerror(-moved))
+    if moved != run.size_bytes:
+        wanted = f"{moved} of {run.size_bytes} bytes at {run.offset}"
+        return OSError(errno.EIO, f"short {verb}: {wanted}")
+    return None
 
 
 def open_payload(path: str, mode: int) -> int:

@@ -16,6 +16,7 @@ import pytest
 from ebbtide.allocator import native
 from ebbtide.kernels import host_copy
 from ebbtide.testing import SimStore
+from ebbtide.tiers import slab_io
 from ebbtide.tiers.bounds import Bounds
 
 if TYPE_CHECKING:
@@ -60,6 +61,12 @@ def compiled_hasher(compiled: Path) -> native.Hasher:
 def compiled_copier(compiled: Path) -> host_copy.Copier:
     """`host_copy.c` as it is now."""
     return cast("host_copy.Copier", _loaded(host_copy.MODULE, compiled))
+
+
+@pytest.fixture(scope="session")
+def compiled_slab_io(compiled: Path) -> slab_io.SlabIO:
+    """`slab_io.c` as it is now."""
+    return cast("slab_io.SlabIO", _loaded(slab_io.MODULE, compiled))
 
 
 @pytest.fixture(scope="module", params=["torch", "compiled", "streamed"])

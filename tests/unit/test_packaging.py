@@ -92,6 +92,7 @@ def test_a_wheel_holds_the_compiled_modules_for_all_later_pythons(
     assert compiled_in(wheel) == {
         "ebbtide/allocator/_block_hash.abi3.so",
         "ebbtide/kernels/_host_copy.abi3.so",
+        "ebbtide/tiers/_slab_io.abi3.so",
     }
     assert "-cp311-abi3-" in wheel.name
 

@@ -18,6 +18,8 @@ from enum import Enum
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
+from ebbtide.tiers.slab import OneByOne
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 PIECE_BYTES = 4096
 
 
-class MemorySlab:
+class MemorySlab(OneByOne):
     """A slab over a bytearray that knows what a power cut may take. Not for several threads.
 
     It stands for the device, not for an open file: `close` does nothing, and the next store opens
@@ -140,7 +142,7 @@ class Operation(NamedTuple):
     length: int
 
 
-class FaultSlab:
+class FaultSlab(OneByOne):
     """Implements `tiers.slab.Slab` over another slab, with faults on the way.
 
     Faults are planned (`fail_next`) or drawn from `rates`, keyed by (operation, fault), with the

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from ebbtide.cli import main
-from ebbtide.tiers.slab import SlabFile
+from ebbtide.tiers.slab import OneByOne, SlabFile
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,4 +22,5 @@ def _write_slowly(self: SlabFile, offset: int, views: Sequence[memoryview]) -> N
 
 if __name__ == "__main__":
     SlabFile.write = _write_slowly  # type: ignore[method-assign]
+    SlabFile.write_runs = OneByOne.write_runs  # type: ignore[method-assign]
     sys.exit(main(["serve", *sys.argv[1:]]))
