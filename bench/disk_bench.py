@@ -179,7 +179,7 @@ class DiskBench:
         facts: dict[str, Any] = {design.name: str(design.guarantees) for design in designs}
         tier = next(design for design in designs if isinstance(design, Tier))
         line = {"bench": BENCH, "record_bytes": record_bytes, "guarantees": facts}
-        line["direct_io"] = tier.direct
+        line |= {"direct_io": tier.direct, "runs_at_once": tier.runs_at_once}
         if self._json:
             print(json.dumps({"facts": line}), flush=True)
         else:

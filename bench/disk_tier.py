@@ -116,6 +116,11 @@ class Tier:
         """Whether they pass it."""
         return self._disk.direct
 
+    @property
+    def runs_at_once(self) -> int:
+        """How many runs one call to the drive has under way."""
+        return self.tier.slab.runs_at_once
+
     def close(self) -> None:
         self._runtime.close()
         self.tier.close(clean=True)
