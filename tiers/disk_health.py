@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ebbtide.tiers.disk")
 
 LOOK_S = 1.0
+LATE_S = 3.0  # since the last look: this process did not run, and its calls to the drive did not
 STALL_S = 10.0
 RETRY_FIRST_S = 5.0
 RETRY_MAX_S = 60.0
@@ -63,6 +64,7 @@ class DiskHealth:
         self._retry_at = 0.0
         self._well_at = 0.0  # one that fails before that has not been well
         self._down = False
+        self._looked_at = self._running_since = runtime.now()
         self._reopening = False
         self._closed = False
         self.reopened = 0
@@ -80,10 +82,14 @@ class DiskHealth:
 
     def _look(self) -> None:
         now, tier = self._runtime.now(), self._tier
+        if now - self._looked_at > LATE_S:  # stopped, or the machine was: the drive is asked again
+            self._running_since = now
+        self._looked_at = now
         if tier.down is None:
             since = tier.waiting_since()
-            if since is not None and now - since > STALL_S:
-                tier.go_down(f"the drive has not answered for {now - since:.0f} s")
+            owed_s = 0.0 if since is None else now - max(since, self._running_since)
+            if owed_s > STALL_S:
+                tier.go_down(f"the drive has not answered for {owed_s:.0f} s")
         if tier.down is not None:
             if not self._down:
                 self._wait_s = self._longer_s() if now < self._well_at else RETRY_FIRST_S

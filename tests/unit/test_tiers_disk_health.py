@@ -188,6 +188,27 @@ def test_a_drive_that_hangs_is_put_out_of_service_and_comes_back_when_it_answers
     assert sim.get(space, wanted) == contents(sim, wanted)
 
 
+@pytest.mark.parametrize("pool", [READ, WRITE, COMMIT])
+def test_a_store_that_was_stopped_does_not_blame_its_drive(sim: SimStore, pool: str) -> None:
+    space, runtime = sim.namespace(), sim.runtime
+    sim.put(space, keys(0, 20), LENGTH)
+    assert sim.drain()
+    runtime.hold(pool)
+    if pool == READ:
+        sim.store.load(b"engine", space, keys(0, 2), Deaf())
+    else:
+        sim.put(space, keys(20, 24), LENGTH)
+    runtime.pass_time(2 * LOOK_S)
+    assert disk_of(sim).waiting_since() is not None
+    runtime.stand_still(10 * STALL_S)
+    runtime.pass_time(STALL_S - LOOK_S)
+    assert disk_of(sim).down is None
+    runtime.pass_time(3 * LOOK_S)  # it runs, and the drive has had its time
+    assert "not answered for 11 s" in (disk_of(sim).down or "")
+    runtime.let_go(pool)
+    sim.store.engine_gone(b"engine")
+
+
 @pytest.mark.parametrize("fault", [Fault.ENOSPC, Fault.EDQUOT, Fault.EROFS])
 @pytest.mark.parametrize("operation", ["write", "sync"])
 def test_p59_a_drive_that_takes_nothing_costs_the_tier_and_nothing_else(

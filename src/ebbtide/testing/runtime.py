@@ -142,6 +142,10 @@ class SimRuntime:
                 return
         raise StuckError(f"still busy after {self.steps} steps; latest: {list(self.trace)}")
 
+    def stand_still(self, seconds: float) -> None:
+        """Be that much later without having done anything, as a process that was stopped."""
+        self._now += seconds
+
     @property
     def idle(self) -> bool:
         """Nothing is started that has not ended, in no pool, and no timer is due."""
