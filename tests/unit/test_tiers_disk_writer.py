@@ -12,15 +12,17 @@ from ebbtide.testing.conformance import key_of
 from ebbtide.tiers.bounds import Bounds
 from ebbtide.tiers.digest import record_digest, record_seed
 from ebbtide.tiers.disk_record import Put
-from ebbtide.tiers.disk_writer import PUTS_AT_A_TIME
+from ebbtide.tiers.disk_writer import BESIDE_READS, PUTS_AT_A_TIME
+from ebbtide.tiers.reads_first import BESIDE_READS_BYTES
 from ebbtide.tiers.reasons import Miss
 from ebbtide.tiers.runtime import WRITE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from ebbtide.tiers.disk import DiskTier
+    from ebbtide.tiers.runs import Outcomes, Run
 
 PAGE = 4096
 MANY = 3 * PUTS_AT_A_TIME + 5
@@ -64,6 +66,15 @@ def puts(tmp_path: Path) -> Iterator[Puts]:
         yield Puts(s)
 
 
+@pytest.fixture
+def wide(tmp_path: Path) -> Iterator[Puts]:
+    """On a slab of several segments."""
+    bounds = Bounds.for_capacity(8 * PAGE, write_after_s=0.0)
+    slab = 16 << 20
+    with SimStore(1, 8 * PAGE, disk_path=str(tmp_path / "d"), slab_bytes=slab, bounds=bounds) as s:
+        yield Puts(s)
+
+
 def test_many_puts_are_placed_a_few_at_a_time_and_others_come_between(puts: Puts) -> None:
     seen: list[int] = []
     puts.disk.put([puts.put(n) for n in range(MANY)])
@@ -74,6 +85,34 @@ def test_many_puts_are_placed_a_few_at_a_time_and_others_come_between(puts: Puts
     assert seen[0] == PUTS_AT_A_TIME
     assert PUTS_AT_A_TIME <= seen[1] < MANY
     assert ended == {(key_of(n), None): 1 for n in range(MANY)}
+
+
+def test_beside_a_read_fewer_are_placed_at_a_time(puts: Puts) -> None:
+    puts.disk.reads_first.read_began()
+    puts.disk.put([puts.put(n) for n in range(MANY)])
+    assert puts.disk.records == BESIDE_READS < PUTS_AT_A_TIME
+    assert len(puts.settled()) == MANY
+
+
+@pytest.mark.parametrize("reading", [False, True])
+def test_beside_a_read_a_call_writes_fewer_bytes(wide: Puts, reading: bool) -> None:
+    puts, slab, calls = wide, wide.disk.slab, list[int]()
+    slab.runs_at_once = 64
+    real = slab.write_runs
+
+    def write_runs(runs: Sequence[Run]) -> Outcomes:
+        calls.append(sum(run.size_bytes for run in runs))
+        return real(runs)
+
+    slab.write_runs = write_runs  # type: ignore[method-assign]
+    if reading:
+        puts.disk.reads_first.read_began()
+    sizes = (50, 51, 52)  # pages: slots of different sizes are no neighbours
+    puts.disk.put([puts.put(pages, pages) for pages in sizes])
+    assert puts.settled() == {(key_of(pages), None): 1 for pages in sizes}
+    assert sum(calls) == sum(sizes) * PAGE > BESIDE_READS_BYTES
+    assert len(calls) == (2 if reading else 1)
+    assert not reading or max(calls) <= BESIDE_READS_BYTES
 
 
 def test_the_next_piece_waits_for_no_write(puts: Puts) -> None:
