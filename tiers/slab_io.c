@@ -125,7 +125,8 @@ static long reap(struct queue *queue, const struct transfer *all, int least) {
     return ended;
 }
 
-/* Leaves those pending of which the kernel did not tell. None is under way any more. */
+/* Leaves those pending that the kernel did not take, or did not tell of. None is under way any more.
+ */
 static void move_queued(struct queue *queue, const struct transfer *all) {
     Py_ssize_t next = 0;
     int flying = 0;
@@ -134,7 +135,7 @@ static void move_queued(struct queue *queue, const struct transfer *all) {
         if (taken > 0) {
             next += taken, flying += (int)taken;
         } else if (taken < 0 && !flying) {
-            move_one(all, &all->runs[next++]);
+            next++;
             continue;
         }
         long ended = reap(queue, all, next < all->count ? 1 : flying);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import pytest
 
@@ -19,6 +20,7 @@ from ebbtide.tiers.runtime import WRITE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from ebbtide.tiers.disk import DiskTier
@@ -96,7 +98,8 @@ def test_beside_a_read_fewer_are_placed_at_a_time(puts: Puts) -> None:
 
 @pytest.mark.parametrize("reading", [False, True])
 def test_beside_a_read_a_call_writes_fewer_bytes(wide: Puts, reading: bool) -> None:
-    puts, slab, calls = wide, wide.disk.slab, list[int]()
+    puts, slab, reads_first = wide, wide.disk.slab, wide.disk.reads_first
+    calls, turns = list[int](), list[int]()
     slab.runs_at_once = 64
     real = slab.write_runs
 
@@ -104,13 +107,17 @@ def test_beside_a_read_a_call_writes_fewer_bytes(wide: Puts, reading: bool) -> N
         calls.append(sum(run.size_bytes for run in runs))
         return real(runs)
 
+    def take_turn(size_bytes: int) -> AbstractContextManager[None]:
+        turns.append(size_bytes)
+        return reads_first.write(size_bytes)
+
     slab.write_runs = write_runs  # type: ignore[method-assign]
-    if reading:
-        puts.disk.reads_first.read_began()
+    puts.disk.reads_first = Mock(wraps=reads_first, write=take_turn, reading=reading)
     sizes = (50, 51, 52)  # pages: slots of different sizes are no neighbours
     puts.disk.put([puts.put(pages, pages) for pages in sizes])
     assert puts.settled() == {(key_of(pages), None): 1 for pages in sizes}
     assert sum(calls) == sum(sizes) * PAGE > BESIDE_READS_BYTES
+    assert turns == calls
     assert len(calls) == (2 if reading else 1)
     assert not reading or max(calls) <= BESIDE_READS_BYTES
 
