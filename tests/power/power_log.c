@@ -7,7 +7,9 @@
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
+#include <linux/aio_abi.h>
 #include <pthread.h>
+#include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -169,3 +171,55 @@ TRUNCATE(ftruncate64)
     }
 ALLOCATE(posix_fallocate)
 ALLOCATE(posix_fallocate64)
+
+// Writes that the kernel was handed together (io_submit) are logged when their end is told
+// (io_getevents): by the same thread, which keeps what they point to until then.
+#define PENDING_MAX 4096
+static struct pending {
+    unsigned long queue;
+    struct iocb block;  // aio_fildes and what else is of use; taken when `queue` is not 0
+} pending[PENDING_MAX];
+
+static void submitted(unsigned long queue, struct iocb **blocks, long count) {
+    pthread_mutex_lock(&lock);
+    for (int i = 0; i < PENDING_MAX && count > 0; i++)
+        if (!pending[i].queue) pending[i] = (struct pending){queue, *blocks[--count]};
+    pthread_mutex_unlock(&lock);
+    if (count > 0) _exit(98);
+}
+
+static struct iocb ended(unsigned long queue, uint64_t data) {
+    struct iocb block = {0};
+    pthread_mutex_lock(&lock);
+    for (int i = 0; i < PENDING_MAX; i++)
+        if (pending[i].queue == queue && pending[i].block.aio_data == data) {
+            block = pending[i].block;
+            pending[i].queue = 0;
+            break;
+        }
+    pthread_mutex_unlock(&lock);
+    return block;
+}
+
+long syscall(long number, ...) {
+    static long (*real)(long, ...);
+    if (!real) real = dlsym(RTLD_NEXT, "syscall");
+    long given[6];
+    va_list list;
+    va_start(list, number);
+    for (int i = 0; i < 6; i++) given[i] = va_arg(list, long);
+    va_end(list);
+    long result = real(number, given[0], given[1], given[2], given[3], given[4], given[5]);
+    unsigned long queue = (unsigned long)given[0];
+    if (number == SYS_io_submit && result > 0) submitted(queue, (struct iocb **)given[2], result);
+    struct io_event *events = (struct io_event *)given[3];
+    for (long i = 0; number == SYS_io_getevents && i < result; i++) {
+        struct iocb block = ended(queue, events[i].data);
+        char path[PATH_BYTES];
+        int writes = block.aio_lio_opcode == IOCB_CMD_PWRITEV && events[i].res > 0;
+        if (writes && watched((int)block.aio_fildes, path))
+            record_write((int)block.aio_fildes, path, block.aio_offset,
+                         (const struct iovec *)(uintptr_t)block.aio_buf, events[i].res);
+    }
+    return result;
+}
