@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.live, pytest.mark.usefixtures("single_thread")]
 
-KILLS = int(os.environ.get("EBBTIDE_TEST_KILLS", "8"))
+KILLS = int(os.environ.get("EBBTIDE_TEST_KILLS", "5"))
 HOOK_S_MAX = 0.05
 STOPPED_S = 2.0
 CROWDED_BLOCK = 32

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.live, pytest.mark.slow]
 
-SOAK_S = float(os.environ.get("EBBTIDE_TEST_SOAK_S", "6"))
+SOAK_S = float(os.environ.get("EBBTIDE_TEST_SOAK_S", "5"))
 SEED = int(os.environ.get("EBBTIDE_TEST_SOAK_SEED", "1"))
 WARM_S = 180.0  # before that, and before its bounded tables are full, a store does grow
 GHOSTS, EVENTS = 2000, Bounds.for_capacity(1 << 20).event_entries
