@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from ebbtide.allocator import native
+from ebbtide.compiled import PURE_VARIABLE
 from ebbtide.kernels import host_copy
 from ebbtide.testing import SimStore
 from ebbtide.tiers import slab_io
@@ -67,6 +68,18 @@ def compiled_copier(compiled: Path) -> host_copy.Copier:
 def compiled_slab_io(compiled: Path) -> slab_io.SlabIO:
     """`slab_io.c` as it is now."""
     return cast("slab_io.SlabIO", _loaded(slab_io.MODULE, compiled))
+
+
+@pytest.fixture
+def compiled_afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing was looked for yet, as in a new process, without the variable."""
+    calls = (native.hasher, host_copy.copier, slab_io.slab_io)
+    monkeypatch.delenv(PURE_VARIABLE, raising=False)
+    for call in calls:
+        call.cache_clear()
+    yield
+    for call in calls:
+        call.cache_clear()
 
 
 @pytest.fixture(scope="module", params=["torch", "compiled", "streamed"])

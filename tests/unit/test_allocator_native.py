@@ -3,7 +3,6 @@
 import hashlib
 import logging
 import sys
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -18,15 +17,7 @@ from ebbtide.config import load_config
 from ebbtide.errors import ConfigError
 
 NONE = cbor.NONE
-
-
-@pytest.fixture(autouse=True)
-def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As in a new process, without the variable."""
-    monkeypatch.delenv(PURE_VARIABLE, raising=False)
-    native.hasher.cache_clear()
-    yield
-    native.hasher.cache_clear()
+pytestmark = pytest.mark.usefixtures("compiled_afresh")
 
 
 @pytest.fixture

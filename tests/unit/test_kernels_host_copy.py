@@ -24,8 +24,6 @@ from ebbtide.kernels.copy import gather_into, scatter_from
 from ebbtide.kernels.layout import PagedLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from numpy.typing import NDArray
 
     Bytes = NDArray[np.uint8]
@@ -33,15 +31,7 @@ if TYPE_CHECKING:
 GUARD = 0xA5
 PAGE = mmap.PAGESIZE
 NEVER = host_copy.NEVER
-
-
-@pytest.fixture(autouse=True)
-def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As in a new process, without the variable."""
-    monkeypatch.delenv(PURE_VARIABLE, raising=False)
-    host_copy.copier.cache_clear()
-    yield
-    host_copy.copier.cache_clear()
+pytestmark = pytest.mark.usefixtures("compiled_afresh")
 
 
 class Spy(ModuleType):

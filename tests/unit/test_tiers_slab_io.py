@@ -29,15 +29,7 @@ if TYPE_CHECKING:
 
 PAGE = mmap.PAGESIZE
 RUNS = 200  # more than three times what is under way at a time
-
-
-@pytest.fixture(autouse=True)
-def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As in a new process, without the variable."""
-    monkeypatch.delenv(PURE_VARIABLE, raising=False)
-    slab_io.slab_io.cache_clear()
-    yield
-    slab_io.slab_io.cache_clear()
+pytestmark = pytest.mark.usefixtures("compiled_afresh")
 
 
 class Spy(ModuleType):
