@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ebbtide.tiers.runs import Outcomes
     from ebbtide.tiers.runtime import Runtime
 
-PUTS_AT_A_TIME, BESIDE_READS = 128, 64  # two milliseconds, and one while somebody reads
+PUTS_AT_A_TIME, PUTS_BESIDE_READS = 128, 64  # two milliseconds, and one while somebody reads
 WRITE_PIECE_BYTES = 4 << 20  # a drive as slow as 20 MB/s takes it in a fifth of a second
 TRIM_PIECE = 64
 SPARE_SHARE = 16  # slots worth a sixteenth of the slab are evicted ahead, so that puts rarely wait
@@ -63,7 +63,7 @@ class DiskWriter:
         """Write what there are slots for, of the first that wait; after all that may free one."""
         placed: list[tuple[Put, int]] = []
         wanted = 0
-        at_a_time = BESIDE_READS if self._tier.reads_first.reading else PUTS_AT_A_TIME
+        at_a_time = PUTS_BESIDE_READS if self._tier.reads_first.reading else PUTS_AT_A_TIME
         while self._waiting and wanted < at_a_time:
             alike = self._next_alike(at_a_time - wanted)
             if not alike:

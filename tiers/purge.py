@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ebbtide.errors import EbbtideError, MisuseError, NoSpaceError, TierUnavailableError
-from ebbtide.tiers.runs import RUN_BYTES_MAX, Run, merge
+from ebbtide.tiers.runs import RUN_BYTES_MAX, merge
 from ebbtide.tiers.runtime import VERIFY, WRITE
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from ebbtide.tiers.memory import MemoryRecord
     from ebbtide.tiers.namespace import Namespace
+    from ebbtide.tiers.runs import Outcomes
     from ebbtide.tiers.store import Store
 
     Reply = Callable[[dict[str, Any] | EbbtideError], None]
@@ -190,19 +191,19 @@ class _Purge:
         ]
         runs, _ = merge(parts)
 
-        def write(run: Run) -> None:
-            disk.slab.write(run.offset, run.views)
+        def write(share: slice) -> Outcomes:
+            return disk.slab.write_runs(runs[share])
 
-        def written(outcomes: list[BaseException | None]) -> None:
+        def written(outcomes: Outcomes) -> None:
             error = next((error for error in outcomes if error is not None), None)
             if error is not None:
                 disk.go_down(f"a write failed: {error}")
             self._pause_s["disk"] = LOOK_AGAIN_S[0]
             self._look_at_disk()
 
-        disk.calls.start(WRITE, write, runs, written)
+        disk.calls.start_runs(WRITE, write, runs, written)
 
-    def _synced(self, outcomes: list[BaseException | None]) -> None:
+    def _synced(self, outcomes: Outcomes) -> None:
         disk = self._disk
         assert disk is not None
         if outcomes[0] is not None:

@@ -50,19 +50,19 @@ def merge(slots: Sequence[tuple[int, memoryview]]) -> tuple[list[Run], list[list
     return [Run(*run) for run in runs], members
 
 
-def shared(runs: Sequence[Run], at_once: int, bytes_max: int = RUN_BYTES_MAX) -> list[slice]:
+def shared(runs: Sequence[Run], at_once: int, bytes_max: int) -> list[slice]:
     """Which runs, one after the other, make one call: at most so many, and so many bytes unless one
     run has more.
     """
     shares: list[slice] = []
-    start = size_bytes = 0
+    start = share_bytes = 0
     for number, run in enumerate(runs):
-        if number - start == at_once or (
-            number > start and size_bytes + run.size_bytes > bytes_max
-        ):
+        run_bytes = run.size_bytes
+        full = number > start and share_bytes + run_bytes > bytes_max
+        if full or number - start == at_once:
             shares.append(slice(start, number))
-            start, size_bytes = number, 0
-        size_bytes += run.size_bytes
-    if len(runs) > start:
+            start, share_bytes = number, 0
+        share_bytes += run_bytes
+    if runs:
         shares.append(slice(start, len(runs)))
     return shares

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from unittest.mock import Mock
 
@@ -13,7 +14,7 @@ from ebbtide.testing.conformance import key_of
 from ebbtide.tiers.bounds import Bounds
 from ebbtide.tiers.digest import record_digest, record_seed
 from ebbtide.tiers.disk_record import Put
-from ebbtide.tiers.disk_writer import BESIDE_READS, PUTS_AT_A_TIME
+from ebbtide.tiers.disk_writer import PUTS_AT_A_TIME, PUTS_BESIDE_READS
 from ebbtide.tiers.reads_first import BESIDE_READS_BYTES
 from ebbtide.tiers.reasons import Miss
 from ebbtide.tiers.runtime import WRITE
@@ -60,21 +61,24 @@ class Puts:
         return dict(self.ended)
 
 
+@contextmanager
+def puts_on(path: Path, slab_bytes: int) -> Iterator[Puts]:
+    bounds = Bounds.for_capacity(8 * PAGE, write_after_s=0.0)
+    with SimStore(1, 8 * PAGE, disk_path=str(path), slab_bytes=slab_bytes, bounds=bounds) as sim:
+        yield Puts(sim)
+
+
 @pytest.fixture
 def puts(tmp_path: Path) -> Iterator[Puts]:
-    bounds = Bounds.for_capacity(8 * PAGE, write_after_s=0.0)
-    slab = 2 * MANY * PAGE
-    with SimStore(1, 8 * PAGE, disk_path=str(tmp_path / "d"), slab_bytes=slab, bounds=bounds) as s:
-        yield Puts(s)
+    with puts_on(tmp_path / "d", 2 * MANY * PAGE) as made:
+        yield made
 
 
 @pytest.fixture
 def wide(tmp_path: Path) -> Iterator[Puts]:
     """On a slab of several segments."""
-    bounds = Bounds.for_capacity(8 * PAGE, write_after_s=0.0)
-    slab = 16 << 20
-    with SimStore(1, 8 * PAGE, disk_path=str(tmp_path / "d"), slab_bytes=slab, bounds=bounds) as s:
-        yield Puts(s)
+    with puts_on(tmp_path / "d", 16 << 20) as made:
+        yield made
 
 
 def test_many_puts_are_placed_a_few_at_a_time_and_others_come_between(puts: Puts) -> None:
@@ -92,7 +96,7 @@ def test_many_puts_are_placed_a_few_at_a_time_and_others_come_between(puts: Puts
 def test_beside_a_read_fewer_are_placed_at_a_time(puts: Puts) -> None:
     puts.disk.reads_first.read_began()
     puts.disk.put([puts.put(n) for n in range(MANY)])
-    assert puts.disk.records == BESIDE_READS < PUTS_AT_A_TIME
+    assert puts.disk.records == PUTS_BESIDE_READS < PUTS_AT_A_TIME
     assert len(puts.settled()) == MANY
 
 
