@@ -9,7 +9,6 @@ is evicted here: whoever asks evicts whom he is told.
 from __future__ import annotations
 
 from collections import OrderedDict
-from itertools import islice
 from typing import TYPE_CHECKING, Generic
 
 from ebbtide.tiers.shares import COMMON
@@ -77,8 +76,8 @@ class Eviction(Generic[Owner]):
         if slot_class is None or own is None:
             return []
         slots = [own]
-        if count > 1 and evictable is None and self._shares.is_common:
-            slots = self._coldest_streak(slot_class, count)
+        if count > 1 and self._shares.is_common:
+            slots = self._coldest_streak(slot_class, evictable, count)
         return [slot_class.owners[slot] for slot in slots]  # type: ignore[misc]  # Owners
 
     def coldest_of(
@@ -121,11 +120,14 @@ class Eviction(Generic[Owner]):
             return slot
         return slot_class.coldest(evictable, self._lawful(slot_class, sake))
 
-    def _coldest_streak(self, slot_class: SlotClass[Owner], count: int) -> list[int]:
+    def _coldest_streak(
+        self, slot_class: SlotClass[Owner], evictable: Callable[[Owner], bool] | None, count: int
+    ) -> list[int]:
         """Up to so many of its coldest slots: those that go before a segment of another stride."""
         policy = slot_class.policy
-        slots = list(islice(policy.coldest_first(), count))
-        other = self._coldest_segment(slot_class.stride, policy.stamp(slots[-1]), None, COMMON)
+        slots = slot_class.coldest_some(evictable, None, count)
+        stamp = policy.stamp(slots[-1])
+        other = self._coldest_segment(slot_class.stride, stamp, evictable, COMMON)
         if other is None:
             return slots
         return [slot for slot in slots if policy.stamp(slot) <= other.last_touch]

@@ -16,7 +16,7 @@ from ebbtide.tiers.digest import record_seed
 from ebbtide.tiers.segments import SegmentSpace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from ebbtide.tiers.namespace import Namespace
 
@@ -104,21 +104,28 @@ class MemoryTier:
         if not self.reserved_of[epoch]:
             del self.reserved_of[epoch]
 
-    def place(self, record: MemoryRecord, length: int) -> bool:
-        """Take a free slot for a new record, pinned by whoever fills it. False: evict first."""
-        shares = self.space.shares
-        offset = self.space.place(record, length, shares.order(record.epoch))
-        if offset is None:
-            return False
-        record.offset, record.length, record.stride = offset, length, self.space.stride(length)
-        self._index.setdefault(record.epoch, {})[record.key] = record
-        self.in_state[record.state] += 1
-        self.payload_of[record.epoch] += length
-        shares.take(record.epoch, record.stride)
-        if record.state is State.RESERVED:
-            self._reserved(record, record.stride)
-        self.pin(record)
-        return True
+    def place(self, records: Sequence[MemoryRecord], length: int) -> int:
+        """Take free slots for new records of one epoch and state, pinned by whoever fills them.
+
+        Returns how many, from the first, have one: for more, evict first.
+        """
+        epoch, state, space = records[0].epoch, records[0].state, self.space
+        offsets = space.place_many(records, length, space.shares.order(epoch))
+        if not offsets:
+            return 0
+        stride, index = space.stride(length), self._index.setdefault(epoch, {})
+        for record, offset in zip(records, offsets, strict=False):
+            record.offset, record.length, record.stride = offset, length, stride
+            record.pins = 1
+            index[record.key] = record
+        count = len(offsets)
+        self.in_state[state] += count
+        self.payload_of[epoch] += length * count
+        space.shares.take(epoch, stride * count)
+        if state is State.RESERVED:
+            self._reserved(epoch, stride * count)
+        self.pinned_bytes += stride * count
+        return count
 
     def publish(self, record: MemoryRecord, digest: bytes, dirty_since: float | None) -> None:
         """The record is whole; the filler's pin stays until `unpin`.
@@ -126,7 +133,7 @@ class MemoryTier:
         `dirty_since` None: a disk tier holds the same record already.
         """
         if record.state is State.RESERVED:
-            self._reserved(record, -record.stride)
+            self._reserved(record.epoch, -record.stride)
         self.in_state[record.state] -= 1
         self.in_state[State.WHOLE] += 1
         record.state = State.WHOLE
@@ -201,14 +208,14 @@ class MemoryTier:
 
     def _free(self, record: MemoryRecord) -> None:
         if record.state is State.RESERVED:
-            self._reserved(record, -record.stride)
+            self._reserved(record.epoch, -record.stride)
         self.space.remove(record, record.length, record.offset)
 
-    def _reserved(self, record: MemoryRecord, more_bytes: int) -> None:
+    def _reserved(self, epoch: int, more_bytes: int) -> None:
         self.reserved_bytes += more_bytes
-        self.reserved_of[record.epoch] += more_bytes
-        if record.epoch not in self._index and not self.reserved_of[record.epoch]:
-            del self.reserved_of[record.epoch]  # of a life that has ended
+        self.reserved_of[epoch] += more_bytes
+        if epoch not in self._index and not self.reserved_of[epoch]:
+            del self.reserved_of[epoch]  # of a life that has ended
 
     def check_integrity(self) -> None:
         """Raise MisuseError when slots, pins or counters contradict each other. O(slots)."""

@@ -8,6 +8,8 @@ from ebbtide.tiers.memory import MemoryRecord, State
 from ebbtide.tiers.reasons import Miss
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ebbtide.tiers.namespace import Namespace
     from ebbtide.tiers.store import Store
 
@@ -26,23 +28,52 @@ class Placement:
 
         A namespace at its cap evicts its own coldest first.
         """
-        memory, epoch = self._store.memory, namespace.epoch
-        if not memory.space.make_room_below_cap(
-            epoch,
-            length,
-            lambda record: self._evict(record, epoch, Miss.OVER_QUOTA),
-            self._evictable,
-        ):
-            return None
-        self._sequence += 1
-        record = MemoryRecord(namespace, key, self._sequence, state)
-        while not memory.place(record, length):
-            victims = memory.space.victims(length, self._evictable, epoch)
+        placed = self.place_many(namespace, [key], length, state)
+        return placed[0] if placed else None
+
+    def place_many(
+        self, namespace: Namespace, keys: Sequence[bytes], length: int, state: State
+    ) -> list[MemoryRecord]:
+        """The same for keys that are not in memory, each once: for as many, from the first, as can
+        be had.
+        """
+        space, epoch = self._store.memory.space, namespace.epoch
+        at_once = len(keys) if space.shares.is_common else 1  # who may lose how much changes
+        placed: list[MemoryRecord] = []
+        while len(placed) < len(keys):
+            if not space.make_room_below_cap(
+                epoch,
+                length,
+                lambda record: self._evict(record, epoch, Miss.OVER_QUOTA),
+                self._evictable,
+            ):
+                break
+            some = keys[len(placed) : len(placed) + at_once]
+            records = [MemoryRecord(namespace, key, self._next(), state) for key in some]
+            count = self._place(records, length)
+            placed += records[:count]
+            if count < len(records):
+                break
+        return placed
+
+    def _place(self, records: Sequence[MemoryRecord], length: int) -> int:
+        """Returns how many of the records, from the first, have slots now."""
+        memory, epoch = self._store.memory, records[0].epoch
+        count = memory.place(records, length)
+        while count < len(records):
+            victims = memory.space.victims(
+                length, self._evictable, epoch, count=len(records) - count
+            )
             if not victims:
-                return None
+                break
             for victim in victims:
                 self._evict(victim, epoch)
-        return record
+            count += memory.place(records[count:], length)
+        return count
+
+    def _next(self) -> int:
+        self._sequence += 1
+        return self._sequence
 
     def _evictable(self, record: MemoryRecord) -> bool:
         """Whoever leaves memory has ebbed, as long as there is a disk to ebb to."""

@@ -17,7 +17,7 @@ from ebbtide.tiers.reasons import Miss
 from ebbtide.tiers.runtime import DIGEST
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from ebbtide.tiers.memory import MemoryRecord
     from ebbtide.tiers.namespace import Namespace
@@ -53,45 +53,70 @@ class Reservations:
         self, engine: bytes, namespace: Namespace, keys: Sequence[bytes], length: int
     ) -> tuple[list[Grant], Miss | None]:
         """See `Store.reserve`."""
-        store, ledger = self._store, self._store.ledger
-        stride = store.memory.space.stride(length)
-        on_disk = store.lookups.disk_rows(namespace, keys).tolist()
+        on_disk = self._store.lookups.disk_rows(namespace, keys).tolist()
         grants: list[Grant] = []
-        for key, row in zip(keys, on_disk, strict=True):
-            if store.memory.find(namespace.epoch, key) is not None or row != NO_ROW:
+        while len(grants) < len(keys):
+            # Looked at anew: what was placed for a key may have evicted one behind it.
+            streak = self._streak(namespace, keys, on_disk, len(grants))
+            if not streak:
                 grants.append(NOTHING_TO_DO)
                 continue
-            reason = self._refused(engine, namespace, stride)
-            record = None
-            if reason is None:
-                record = store.placement.place(namespace, key, length, State.RESERVED)
-            if record is None:
-                reason = reason or self._why_busy(namespace, stride)
+            records, reason = self._place(engine, namespace, streak, length)
+            grants += [Grant(record.offset, record.sequence) for record in records]
+            if reason is not None:
                 self._count_refusal(namespace, reason)
                 return grants, reason
-            missed = ledger.ghosts.reason(namespace.epoch, key)
-            record.used_again = missed in WAS_HERE
-            ledger.tallies.of(namespace.epoch).misses[missed] += 1
-            self._records[record.sequence] = record
-            self._holdings.setdefault(engine, set()).add(record.sequence)
-            self._held_bytes[engine] += stride
-            grants.append(Grant(record.offset, record.sequence))
         return grants, None
 
-    def _refused(self, engine: bytes, namespace: Namespace, stride: int) -> Miss | None:
-        """Why the engine may not have one more slot at all just now."""
-        memory, bounds = self._store.memory, self._store.bounds
+    def _streak(
+        self, namespace: Namespace, keys: Sequence[bytes], on_disk: list[int], start: int
+    ) -> list[bytes]:
+        """The keys from `start` on, up to the first that is held or was named before."""
+        in_memory = self._store.memory.index(namespace.epoch)
+        streak: dict[bytes, None] = {}
+        for position in range(start, len(keys)):
+            key = keys[position]
+            if on_disk[position] != NO_ROW or key in in_memory or key in streak:
+                break
+            streak[key] = None
+        return list(streak)
+
+    def _place(
+        self, engine: bytes, namespace: Namespace, keys: list[bytes], length: int
+    ) -> tuple[list[MemoryRecord], Miss | None]:
+        """Slots for the first of these keys, which nobody holds, and why not for all."""
+        store, ledger, epoch = self._store, self._store.ledger, namespace.epoch
+        stride = store.memory.space.stride(length)
+        room, refusal = self._room(engine, namespace, stride)
+        wanted = keys[:room]
+        records = store.placement.place_many(namespace, wanted, length, State.RESERVED)
+        reason = None if len(records) == len(keys) else refusal
+        if len(records) < len(wanted):
+            reason = self._why_busy(namespace, stride)
+        misses, holdings = ledger.tallies.of(epoch).misses, self._holdings.setdefault(engine, set())
+        for record in records:
+            missed = ledger.ghosts.reason(epoch, record.key)
+            record.used_again = missed in WAS_HERE
+            misses[missed] += 1
+            self._records[record.sequence] = record
+            holdings.add(record.sequence)
+        self._held_bytes[engine] += stride * len(records)
+        return records, reason
+
+    def _room(self, engine: bytes, namespace: Namespace, stride: int) -> tuple[int, Miss]:
+        """How many slots the engine may have just now at most, and what would refuse one more."""
+        memory, bounds, epoch = self._store.memory, self._store.bounds, namespace.epoch
         window = max(stride, bounds.store_window_bytes)
-        if self._held_bytes[engine] + stride > window:
-            return Miss.STORE_SHED
-        if memory.reserved_bytes + stride > self._reserved_bytes_max(stride):
-            return Miss.BUSY
         # Below a cap, too, stores leave something to loads.
-        cap_bytes = memory.space.shares.cap_bytes(namespace.epoch)
+        cap_bytes = memory.space.shares.cap_bytes(epoch)
         kept = max(stride, bounds.load_reserve_bytes * cap_bytes // memory.space.capacity_bytes)
-        if memory.reserved_of[namespace.epoch] + stride > cap_bytes - kept:
-            return Miss.OVER_QUOTA
-        return None
+        left = (
+            (window - self._held_bytes[engine], Miss.STORE_SHED),
+            (self._reserved_bytes_max(stride) - memory.reserved_bytes, Miss.BUSY),
+            (cap_bytes - kept - memory.reserved_of[epoch], Miss.OVER_QUOTA),
+        )
+        left_bytes, reason = min(left, key=lambda row: row[0] // stride)
+        return max(0, left_bytes // stride), reason
 
     def _why_busy(self, namespace: Namespace, stride: int) -> Miss:
         over = self._store.memory.space.shares.excess(namespace.epoch, stride) > 0
@@ -114,18 +139,27 @@ class Reservations:
         digests: dict[int, bytes] = {}
 
         def take(record: MemoryRecord) -> None:
-            slot = store.view(record, record.stride)
-            slot[record.length :] = bytes(record.stride - record.length)
-            digests[record.sequence] = record_digest(slot[: record.length], record.seed)
+            self._clear_padding(record)
+            payload = store.view(record, record.length)
+            digests[record.sequence] = record_digest(payload, record.seed)
 
         def taken(outcomes: list[BaseException | None]) -> None:
-            codes = [self._publish(record, digests) for record in records]
-            if store.mover is not None:
-                store.mover.run()
-            store.loads.slots_freed()
-            reply(bytes(codes))
+            reply(
+                self._publish_all(
+                    (record, None if record is None else digests.get(record.sequence))
+                    for record in records
+                )
+            )
 
         store.runtime.start(DIGEST, take, mine, taken)
+
+    def commit_digests(self, engine: bytes, digests: Iterable[tuple[int, bytes]]) -> bytes:
+        """See `Store.commit_digests`."""
+        rows = [(self._take_back(engine, sequence), digest) for sequence, digest in digests]
+        for record, _ in rows:
+            if record is not None and record.length < record.stride:
+                self._clear_padding(record)
+        return self._publish_all(rows)
 
     def abort(self, engine: bytes, sequences: Sequence[int]) -> bytes:
         """See `Store.abort`."""
@@ -165,16 +199,29 @@ class Reservations:
             self._store.memory.discard(record)
         self._store.memory.unpin(record)
 
-    def _publish(self, record: MemoryRecord | None, digests: dict[int, bytes]) -> int:
+    def _clear_padding(self, record: MemoryRecord) -> None:
+        """What lies behind the payload goes to disk with it."""
+        slot = self._store.view(record, record.stride)
+        slot[record.length :] = bytes(record.stride - record.length)
+
+    def _publish_all(self, rows: Iterable[tuple[MemoryRecord | None, bytes | None]]) -> bytes:
+        store = self._store
+        codes = [self._publish(record, digest) for record, digest in rows]
+        if store.mover is not None:
+            store.mover.run()
+        store.loads.slots_freed()
+        return bytes(codes)
+
+    def _publish(self, record: MemoryRecord | None, digest: bytes | None) -> int:
         if record is None:
             return Miss.UNKNOWN
-        if record.doomed or record.sequence not in digests:
+        if record.doomed or digest is None:
             reason = Miss.RESET if record.doomed else Miss.IO_ERROR
             self._drop(record, reason)
             return reason
         store = self._store
         dirty_since = None if store.disk is None else store.runtime.now()
-        store.memory.publish(record, digests[record.sequence], dirty_since)
+        store.memory.publish(record, digest, dirty_since)
         store.memory.unpin(record)
         store.ledger.stored(record)
         return 0

@@ -182,10 +182,22 @@ class SlotClass(Generic[Owner]):
         self, evictable: Callable[[Owner], bool] | None, orders: Collection[int] | None
     ) -> int | None:
         """The slot of the coldest evictable one. `orders` None: of whichever."""
-        coldest_first = self.policy.coldest_first(orders)
+        return next(iter(self.coldest_some(evictable, orders, 1)), None)
+
+    def coldest_some(
+        self,
+        evictable: Callable[[Owner], bool] | None,
+        orders: Collection[int] | None,
+        count: int,
+    ) -> list[int]:
+        """The slots of so many of them, coldest first; looks past `SCAN_MAX` that cannot go."""
+        coldest_first, owners = self.policy.coldest_first(orders), self.owners
         if evictable is None:
-            return next(coldest_first, None)
-        for slot in islice(coldest_first, SCAN_MAX):
-            if evictable(self.owners[slot]):  # type: ignore[arg-type]  # an Owner: it is taken
-                return slot
-        return None
+            return list(islice(coldest_first, count))
+        found: list[int] = []
+        for slot in islice(coldest_first, SCAN_MAX + count - 1):
+            if evictable(owners[slot]):  # type: ignore[arg-type]  # an Owner: it is taken
+                found.append(slot)
+                if len(found) == count:
+                    break
+        return found
