@@ -2,7 +2,9 @@
 
 A real store behind a real socket, and client processes that copy in and out of its arena. The
 ceilings are taken in the same rounds by the same processes: a raw Unix socket with the same bytes
-each way, and the same copies without anybody to ask.
+each way, and the same copies without anybody to ask. Of two designs, one lets the clients take and
+check digests, as `ebbtide.Client` does; the other has the store do it, as the engines' connectors
+do.
 """
 
 from __future__ import annotations
@@ -26,16 +28,16 @@ from ebbtide.sizes import exact_size, format_size
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-BENCH, DESIGN = "daemon", "ebbtide"
+BENCH, DESIGN, BY_STORE = "daemon", "ebbtide", "digests_by_store"
 MIB, MB, GB = 1 << 20, 1e6, 1e9
-RECORD_BYTES = MIB
+RECORD_SIZES = (MIB, 2 * MIB)  # the latter: 16 tokens of a model of 8 billion parameters
 SMALL_RECORD_BYTES = 4096  # of those that are only looked up
 CLIENTS = 3
 KEYS = (64, 2048, 8192)
 LOOKUPS = {64: 400, 2048: 200, 8192: 100}  # in a round
-MEMORY_BYTES = 1024 * MIB
+MEMORY_RECORDS = 1536  # so that what a slow client loads next is not evicted by the others
 LOOKUP_MEMORY_BYTES = 64 * MIB
 SECONDS, QUICK_SECONDS = 30.0, 3.0  # of loading and storing, all rounds together
 BESIDE_SHARE = 2  # single loads beside a flood: half as long
@@ -57,17 +59,26 @@ def run(args: argparse.Namespace) -> int:
     pairs = args.pairs or (QUICK_PAIRS if args.quick else PAIRS_MIN)
     total_s = args.seconds or (QUICK_SECONDS if args.quick else SECONDS)
     valid = True
-    for measure in (_lookups, _clients):
-        for case in measure(pairs, total_s / pairs):
-            print(case.line() if args.json else _row(case), flush=True)
-            valid = valid and case.verdict != INVALID
+    for case in _cases(pairs, total_s / pairs):
+        print(case.line() if args.json else _row(case), flush=True)
+        valid = valid and case.verdict != INVALID
     return 0 if valid else 1
+
+
+def _cases(pairs: int, seconds: float) -> Iterator[Case]:
+    yield from _lookups(pairs)
+    for record_bytes in RECORD_SIZES:
+        with House(MEMORY_RECORDS * record_bytes, record_bytes, CLIENTS) as house:
+            house.all(Order("fill", count=2 * KEPT))
+            yield from _mixed(house, pairs, seconds)
+            yield from _beside(house, pairs, seconds / BESIDE_SHARE)
 
 
 class House:
     """A store, the raw socket's process and some workers. A context manager: it ends them all."""
 
     def __init__(self, memory_bytes: int, record_bytes: int, workers: int) -> None:
+        self.record_bytes = record_bytes
         with ExitStack() as stack:
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="ebbtide-bench-"))
             socket, raw_socket = (os.path.join(scratch, name) for name in ("store", "raw"))
@@ -146,7 +157,7 @@ class Process:
 # -- lookups --------------------------------------------------------------------------------------
 
 
-def _lookups(pairs: int, seconds: float) -> list[Case]:
+def _lookups(pairs: int) -> list[Case]:
     found: dict[int, list[Answer]] = {keys: [] for keys in KEYS}
     ceilings: dict[int, list[Answer]] = {keys: [] for keys in KEYS}
     with House(LOOKUP_MEMORY_BYTES, SMALL_RECORD_BYTES, 1) as house:
@@ -178,85 +189,89 @@ def _lookups(pairs: int, seconds: float) -> list[Case]:
 # -- clients beside each other --------------------------------------------------------------------
 
 
-def _clients(pairs: int, seconds: float) -> list[Case]:
-    with House(MEMORY_BYTES, RECORD_BYTES, CLIENTS) as house:
-        house.all(Order("fill", count=2 * KEPT))
-        return [*_mixed(house, pairs, seconds), *_beside(house, pairs, seconds / BESIDE_SHARE)]
-
-
 def _mixed(house: House, pairs: int, seconds: float) -> list[Case]:
-    answers_to: dict[str, list[list[Answer]]] = {"mixed": [], "raw_mixed": [], "raw_verified": []}
-    cpu_s = 0.0
+    orders = {
+        DESIGN: Order("mixed", seconds),
+        BY_STORE: Order("mixed", seconds, digests_by_store=True),
+        "raw": Order("raw_mixed", seconds),
+        "raw_verified": Order("raw_verified", seconds),
+    }
+    answers_of: dict[str, list[list[Answer]]] = {design: [] for design in orders}
+    cpu_s = dict.fromkeys(orders, 0.0)
     for number in range(pairs):
         _say(f"{CLIENTS} clients load and store, {number + 1} of {pairs}")
-        for verb in rotated(list(answers_to), number):
+        for design in rotated(list(orders), number):
             before = house.store.cpu_s()
-            answers_to[verb].append(house.all(Order(verb, seconds)))
-            cpu_s += house.store.cpu_s() - before if verb == "mixed" else 0.0
-    found, ceilings, verified = answers_to.values()
-    valid = all(_is_right(answer) for answers in found for answer in answers)
-    volume_gb = sum(_rate(answer) * answer.seconds for one in found for answer in one) * MB / GB
-    jain = [_jain([_rate(answer) for answer in answers]) for answers in found]
-
-    def together(
-        design: str,
-        rounds: Sequence[list[Answer]],
-        *,
-        valid: bool = True,
-        cpu_s_per_gb: float | None = None,
-    ) -> Case:
-        return _case(
-            f"load_and_store.{CLIENTS}_clients",
-            RECORD_BYTES,
-            "MB/s",
-            [sum(map(_rate, answers)) for answers in rounds],
-            [sum(map(_rate, answers)) for answers in ceilings],
-            higher_is_better=True,
-            valid=valid,
-            cpu_s_per_gb=cpu_s_per_gb,
-            design=design,
+            answers_of[design].append(house.all(orders[design]))
+            cpu_s[design] += house.store.cpu_s() - before
+    ceilings = [_rates(answers, house.record_bytes) for answers in answers_of.pop("raw")]
+    cases = []
+    for design, rounds in answers_of.items():
+        rates = [_rates(answers, house.record_bytes) for answers in rounds]
+        is_ours = design != "raw_verified"
+        valid = not is_ours or all(_is_right(answer) for answers in rounds for answer in answers)
+        records = sum(answer.loaded + answer.stored for one in rounds for answer in one)
+        cpu_s_per_gb = cpu_s[design] / (records * house.record_bytes / GB) if records else None
+        cases.append(
+            _case(
+                f"load_and_store.{CLIENTS}_clients",
+                house.record_bytes,
+                "MB/s",
+                list(map(sum, rates)),
+                list(map(sum, ceilings)),
+                higher_is_better=True,
+                valid=valid,
+                cpu_s_per_gb=cpu_s_per_gb if is_ours else None,
+                design=design,
+            )
         )
-
-    return [
-        together(DESIGN, found, valid=valid, cpu_s_per_gb=cpu_s / volume_gb if volume_gb else None),
-        together("raw_verified", verified),
-        _case(
-            f"jain_index.{CLIENTS}_clients",
-            RECORD_BYTES,
-            "",
-            jain,
-            [1.0] * pairs,
-            higher_is_better=True,
-            valid=valid,
-        ),
-    ]
+        if is_ours:
+            cases.append(
+                _case(
+                    f"jain_index.{CLIENTS}_clients",
+                    house.record_bytes,
+                    "",
+                    list(map(_jain, rates)),
+                    [1.0] * pairs,
+                    higher_is_better=True,
+                    valid=valid,
+                    design=design,
+                )
+            )
+    return cases
 
 
 def _beside(house: House, pairs: int, seconds: float) -> list[Case]:
     """The raw socket and the raw copy have the same flood beside them."""
     reader, flooder = house.workers[:2]
-    found: list[Answer] = []
-    ceilings: list[Answer] = []
+    orders = {
+        DESIGN: Order("loads", seconds),
+        BY_STORE: Order("loads", seconds, digests_by_store=True),
+        "raw": Order("raw_loads", seconds),
+    }
+    answers_of: dict[str, list[Answer]] = {design: [] for design in orders}
     stored = []
     for number in range(pairs):
         _say(f"loads beside a flood of stores, {number + 1} of {pairs}")
-        for raw in (True, False) if number % 2 else (False, True):
+        for design in rotated(list(orders), number):
+            order = orders[design]
             reader.do(Order("fill", count=KEPT))  # what the last flood has evicted
-            flooder.send(Order("flood", seconds))
-            answer = reader.do(Order("raw_loads" if raw else "loads", seconds))
-            (ceilings if raw else found).append(answer)
+            flooder.send(Order("flood", seconds, digests_by_store=order.digests_by_store))
+            answers_of[design].append(reader.do(order))
             stored.append(flooder.answer().stored)
-    valid = all(_came(answer) for answer in found) and all(stored)
+    ceilings = answers_of.pop("raw")
     return [
         _case(
             "load_beside_stores_p99",
-            RECORD_BYTES,
+            house.record_bytes,
             "ms",
-            [_quantile(answer, 0.99) for answer in found],
+            [_quantile(answer, 0.99) for answer in answers],
             [_quantile(answer, 0.99) for answer in ceilings],
             higher_is_better=False,
-            valid=valid,
+            valid=all(_came(answer) for answer in answers) and all(stored),
+            design=design,
         )
+        for design, answers in answers_of.items()
     ]
 
 
@@ -279,9 +294,9 @@ def _came(answer: Answer) -> bool:
     return right
 
 
-def _rate(answer: Answer) -> float:
-    """MB/s, both ways."""
-    return (answer.loaded + answer.stored) * RECORD_BYTES / answer.seconds / MB
+def _rates(answers: Sequence[Answer], record_bytes: int) -> list[float]:
+    """MB/s of each client, both ways."""
+    return [(one.loaded + one.stored) * record_bytes / one.seconds / MB for one in answers]
 
 
 def _jain(shares: Sequence[float]) -> float:
@@ -327,7 +342,7 @@ def _case(
 def _row(case: Case) -> str:
     cpu = "" if case.cpu_s_per_gb is None else f"  {case.cpu_s_per_gb:.2f} s/GB"
     return (
-        f"{case.case:<28} {case.design:<12} {format_size(case.record_bytes):>6}"
+        f"{case.case:<28} {case.design:<16} {format_size(case.record_bytes):>6}"
         f" {case.value:>9.4g} {case.unit:<4} raw {case.ceiling:>9.4g}"
         f"  {case.ratio:.2f} [{case.ratio_low:.2f}, {case.ratio_high:.2f}]{cpu}  {case.verdict}"
     )

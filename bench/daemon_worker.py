@@ -2,6 +2,9 @@
 
 Every measure has a twin, `raw_...`: the same bytes over a raw socket, and the same copies within
 the same arena, in slots that this process has reserved and never commits.
+
+Digests are this client's own work, as they are of `ebbtide.Client`; or, as with the engines'
+connectors, the store's.
 """
 
 from __future__ import annotations
@@ -18,15 +21,15 @@ from ebbtide.bench.daemon_raw import RawClient
 from ebbtide.connectors import protocol as wire
 from ebbtide.connectors.client import SocketClient, ask
 from ebbtide.errors import EbbtideError
-from ebbtide.tiers.digest import record_digest
+from ebbtide.tiers.digest import copy_and_digest, record_seed
 from ebbtide.tiers.reasons import Place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-STORED = 16  # records that one turn stores
-RAW_SLOTS = 112  # that the raw copies go round: a store's slots are not in the cache either
-KEPT = 32  # of its latest records, which a turn loads from
+STORED = 32  # records that one turn stores
+RAW_SLOTS = 128  # that the raw copies go round: a store's slots are not in the cache either
+KEPT = 64  # of its latest records, which a turn loads from
 STAMP_BYTES = 8
 PATIENCE_S = 30.0
 LOAD_REQUEST_BYTES = 16 + 6 + 36  # of one key
@@ -49,6 +52,7 @@ class Order(Struct):
     seconds: float = 0.0
     keys: int = 0
     count: int = 0
+    digests_by_store: bool = False
 
 
 class Answer(Struct):
@@ -56,7 +60,7 @@ class Answer(Struct):
 
     loaded: int = 0  # records, all right ones and from memory
     stored: int = 0
-    wrong: int = 0  # other bytes than were stored, or from elsewhere
+    wrong: int = 0  # other bytes than were stored, or not verified, or from elsewhere
     missing: int = 0
     refused: int = 0  # reservations that got fewer slots than they asked for
     seconds: float = 0.0
@@ -71,11 +75,12 @@ class Worker:
         self._client = SocketClient(start.socket, os.urandom(16), "bench", arena=True)
         opened = ask(self._client, wire.OpenNamespace([["bench", "daemon"]]))
         assert isinstance(opened, wire.NamespaceOpened)
-        self._namespace = opened.namespace
+        self._namespace, self._namespace_digest = opened.namespace, opened.digest
         self._raw = RawClient(start.raw_socket)
         self._device = memoryview(bytearray(os.urandom(start.record_bytes) * STORED))
         self._finals: dict[int, wire.Message] = {}  # last answers that nobody has asked for yet
         self._next = 0  # number of the next record
+        self._digests_by_store = False
         self._slots = self._reserve_slots()
 
     def _reserve_slots(self) -> list[int]:
@@ -91,6 +96,7 @@ class Worker:
 
     def obey(self, order: Order) -> Answer:
         """Do it."""
+        self._digests_by_store = order.digests_by_store
         began, answer = time.perf_counter(), Answer()
         getattr(self, order.verb)(order, answer, began + order.seconds)
         answer.seconds = time.perf_counter() - began
@@ -99,12 +105,12 @@ class Worker:
     def fill(self, order: Order, answer: Answer, until: float) -> None:
         """Store records until there are `count` more."""
         while answer.stored < order.count:
-            self._await(self._commit(*self._copy_in(self._reserve(STORED), answer)), answer)
+            self._await(self._commit(self._copy_in(self._reserve(STORED), answer)), answer)
 
     def mixed(self, order: Order, answer: Answer, until: float) -> None:
         """Store some, load as many of the latest, again and again."""
         while time.perf_counter() < until:
-            committing = self._commit(*self._copy_in(self._reserve(STORED), answer))
+            committing = self._commit(self._copy_in(self._reserve(STORED), answer))
             first = self._next - KEPT - STORED  # those being committed are not asked for
             self._load(range(first, first + STORED), answer)
             self._await(committing, answer)
@@ -118,26 +124,30 @@ class Worker:
             turn += 1
             for position in range(STORED):
                 slot = self._slot(self._slots[(turn * STORED + position) % RAW_SLOTS])
-                slot[:] = self._part(position)
+                part = self._part(position)
                 if verified:
-                    record_digest(slot, position)
+                    copy_and_digest(slot, part, part, position)
+                else:
+                    slot[:] = part
             for position in range(STORED):
                 slot = self._slot(self._slots[((turn - 2) * STORED + position) % RAW_SLOTS])
+                part = self._part(position)
                 if verified:
-                    record_digest(slot, position)
-                self._part(position)[:] = slot
+                    copy_and_digest(part, slot, part, position)
+                else:
+                    part[:] = slot
             answer.stored += STORED
             answer.loaded += STORED
 
     def raw_verified(self, order: Order, answer: Answer, until: float) -> None:
-        """The same, and of each record the digest that a store takes of it: stored, and loaded."""
+        """The same, and of each record the digest: stored, and loaded."""
         self.raw_mixed(order, answer, until, verified=True)
 
     def flood(self, order: Order, answer: Answer, until: float) -> None:
         """Store as fast as the store takes it, two commits under way."""
         committing: list[int] = []
         while time.perf_counter() < until:
-            committing.append(self._commit(*self._copy_in(self._reserve(STORED), answer)))
+            committing.append(self._commit(self._copy_in(self._reserve(STORED), answer)))
             if len(committing) > 1:
                 self._await(committing.pop(0), answer)
         for ticket in committing:
@@ -212,23 +222,35 @@ class Worker:
 
     def _copy_in(
         self, reserved: tuple[Sequence[int], Sequence[tuple[int, int]], int], answer: Answer
-    ) -> tuple[int, ...]:
+    ) -> list[tuple[int, bytes]]:
+        """The sequences of what was copied, and the digests, if they are this client's work."""
         numbers, grants, missing = reserved
         answer.refused += bool(missing)
-        for position, (number, (offset, _)) in enumerate(zip(numbers, grants, strict=False)):
+        rows = []
+        for position, (number, (offset, sequence)) in enumerate(zip(numbers, grants, strict=False)):
             part = self._part(position)
             part[:STAMP_BYTES] = number.to_bytes(STAMP_BYTES, "little")
-            self._slot(offset)[:] = part
+            rows.append((sequence, self._copy(self._slot(offset), part, part, number)))
         answer.stored += len(grants)
-        return tuple(sequence for _, sequence in grants)
+        return rows
 
-    def _commit(self, *sequences: int) -> int:
-        return self._client.submit(wire.Commit(sequences))
+    def _commit(self, rows: Sequence[tuple[int, bytes]]) -> int:
+        if self._digests_by_store:
+            return self._client.submit(wire.Commit(tuple(sequence for sequence, _ in rows)))
+        return self._client.submit(wire.CommitDigests(tuple(rows)))
+
+    def _copy(self, target: memoryview, source: memoryview, mine: memoryview, number: int) -> bytes:
+        """Returns the record's digest, if that is this client's work."""
+        if self._digests_by_store:
+            target[:] = source
+            return b""
+        seed = record_seed(self._namespace_digest, self._key(number))
+        return copy_and_digest(target, source, mine, seed)
 
     def _load(self, numbers: Sequence[int], answer: Answer) -> None:
         keys = tuple(map(self._key, numbers))
-        ticket = self._client.submit(wire.LoadKeys(self._namespace, keys))
-        self._await(ticket, answer, numbers)
+        kind = wire.LoadKeys if self._digests_by_store else wire.LoadToVerify
+        self._await(self._client.submit(kind(self._namespace, keys)), answer, numbers)
 
     def _await(self, ticket: int, answer: Answer, numbers: Sequence[int] = ()) -> wire.Message:
         """The last answer to a ticket. What others bring meanwhile is kept."""
@@ -241,7 +263,7 @@ class Worker:
                 return final
             for completion in self._client.poll():
                 message = completion.message
-                if isinstance(message, wire.Batch):
+                if isinstance(message, wire.Batch | wire.BatchToVerify):
                     self._copy_out(message, numbers, answer)
                     self._client.notify(wire.Ack(completion.ticket, message.batch))
                 elif isinstance(message, wire.Failed):
@@ -252,12 +274,15 @@ class Worker:
                 self._client.wait(0.05)
         raise EbbtideError("The store did not answer in time", ticket=ticket)
 
-    def _copy_out(self, batch: wire.Batch, numbers: Sequence[int], answer: Answer) -> None:
-        for position, _, source, offset in batch.granted:
-            part = self._part(position % STORED)
-            part[:] = self._slot(offset)
+    def _copy_out(
+        self, batch: wire.Batch | wire.BatchToVerify, numbers: Sequence[int], answer: Answer
+    ) -> None:
+        for position, _, source, offset, *digest in batch.granted:
+            part, number = self._part(position % STORED), numbers[position]
+            found = self._copy(part, self._slot(offset), part, number)
             stamp = int.from_bytes(part[:STAMP_BYTES], "little")
-            right = stamp == numbers[position] and source == Place.MEMORY
+            right = stamp == number and source == Place.MEMORY
+            right = right and (self._digests_by_store or digest == [found])
             answer.loaded += right
             answer.wrong += not right
 

@@ -15,7 +15,7 @@ from ebbtide.errors import EbbtideError, TierUnavailableError
 if TYPE_CHECKING:
     from ebbtide.tiers.arena import Arena
 
-STREAMING = (wire.Batch, wire.Failed)  # answers that more answers follow
+STREAMING = (wire.Batch, wire.BatchToVerify, wire.Failed)  # answers that more answers follow
 
 LOST = wire.Failure("TierUnavailableError", "The store is not reachable; this is a miss")
 CROWDED = wire.Failure("NoSpaceError", "The store does not keep up; this is a miss")

@@ -19,12 +19,15 @@ from ebbtide.errors import MisuseError, ProtocolError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-VERSION = (1, 2)  # 1.1: DESCRIBE, CHECK, PURGE. 1.2: FIND, PIN_RECORDS, UNPIN_RECORDS
+# 1.1: DESCRIBE, CHECK, PURGE. 1.2: FIND, PIN_RECORDS, UNPIN_RECORDS. 1.3: COMMIT_DIGESTS,
+# LOAD_TO_VERIFY, DISPUTE.
+VERSION = (1, 3)
 FRAME_BYTES_MAX = 4 << 20
 ALL_NAMESPACES = 2**32 - 1
 ENGINE_ID_BYTES = 16
 KEY_WIDTHS = (36, 20)  # 32- or 16-byte block hash + 4-byte KV group
 KEYS_MAX = 65_536  # keys of one message, and sequences
+DIGESTS_SINCE = (1, 3)  # the store takes digests from its clients, and lets them verify
 
 U32 = struct.Struct("<I")
 U64 = struct.Struct("<Q")

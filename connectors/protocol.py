@@ -10,9 +10,17 @@ import struct
 
 import cbor2
 
-from ebbtide.connectors.message import ALL_NAMESPACES, FRAME_BYTES_MAX, KEYS_MAX, VERSION, Message
+from ebbtide.connectors.message import (
+    ALL_NAMESPACES,
+    DIGESTS_SINCE,
+    FRAME_BYTES_MAX,
+    KEYS_MAX,
+    VERSION,
+    Message,
+)
 from ebbtide.connectors.replies import (
     Batch,
+    BatchToVerify,
     Done,
     Failed,
     Failure,
@@ -31,12 +39,15 @@ from ebbtide.connectors.requests import (
     Ack,
     Check,
     Commit,
+    CommitDigests,
     Describe,
+    Dispute,
     Events,
     Find,
     Flush,
     Hello,
     LoadKeys,
+    LoadToVerify,
     Lookup,
     OpenNamespace,
     Pin,
@@ -56,6 +67,7 @@ __all__ = [
     "ALL_NAMESPACES",
     "CHOSEN_KEYS_MAX",
     "COMMAND_ROLE",
+    "DIGESTS_SINCE",
     "FRAME_BYTES_MAX",
     "HEADER",
     "KEYS_MAX",
@@ -65,10 +77,13 @@ __all__ = [
     "Abort",
     "Ack",
     "Batch",
+    "BatchToVerify",
     "Check",
     "Commit",
+    "CommitDigests",
     "Decoder",
     "Describe",
+    "Dispute",
     "Done",
     "Events",
     "Failed",
@@ -78,6 +93,7 @@ __all__ = [
     "Grants",
     "Hello",
     "LoadKeys",
+    "LoadToVerify",
     "Lookup",
     "Message",
     "NamespaceOpened",
@@ -105,10 +121,11 @@ HEADER = struct.Struct("<IBBHQ")
 REQUESTS: tuple[type[Message], ...] = (
     Hello, OpenNamespace, Lookup, Touch, Reserve, Commit, Abort, LoadKeys, Ack, Release, Reset, Pin,
     Unpin, Stats, Events, Flush, Describe, Check, Purge, Find, PinRecords,
-    UnpinRecords,
+    UnpinRecords, CommitDigests, LoadToVerify, Dispute,
 )  # fmt: skip
 REPLIES: tuple[type[Message], ...] = (
     Welcome, NamespaceOpened, States, Grants, Settled, Batch, Failed, Done, Ok, Report, Failure,
+    BatchToVerify,
 )  # fmt: skip
 _KINDS = {message.kind: message for message in (*REQUESTS, *REPLIES)}
 

@@ -1,6 +1,10 @@
 """Putting and getting records as steps that wait for nothing: the same for both clients of Python.
 
 A step yields an `Exchange` and is sent the message that ended it; what it returns is the result.
+
+Digests are taken where the bytes are: of what the caller gave, and of the very copy that the caller
+gets. So they tell of whatever goes wrong in between, and cost the store nothing. A store that is
+older than this takes and checks them itself.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from ebbtide.connectors import protocol as wire
 from ebbtide.connectors.client_interface import LOST, error_of
 from ebbtide.errors import ConfigError, MisuseError
+from ebbtide.tiers.digest import copy_and_digest, record_digest, record_seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
@@ -46,6 +51,7 @@ class Space:
 
     def __init__(self, descriptor: list[list[object]]) -> None:
         self.descriptor = descriptor
+        self._digest = b""  # the same at every store
         self._incarnation = 0
         self._handle = 0
 
@@ -57,7 +63,12 @@ class Space:
                 _raise_misuse(answer)
                 return None
             self._incarnation, self._handle = client.incarnation, answer.namespace
+            self._digest = answer.digest
         return self._handle
+
+    def seed(self, key: bytes) -> int:
+        """Of the digest of a record of this namespace, whose handle is known."""
+        return record_seed(self._digest, key)
 
 
 def put_steps(client: SocketClient, space: Space, records: Mapping[bytes, bytes]) -> Steps[int]:
@@ -76,13 +87,17 @@ def put_steps(client: SocketClient, space: Space, records: Mapping[bytes, bytes]
     if client.incarnation != life or client.arena is None:  # its offsets are of another arena
         return 0
     new = []
-    for payload, (offset, sequence) in zip(records.values(), answer.grants, strict=False):
+    for (key, payload), (offset, sequence) in zip(records.items(), answer.grants, strict=False):
         if sequence:
-            client.arena.view(offset, len(payload))[:] = payload
-            new.append(sequence)
+            slot = client.arena.view(offset, len(payload))
+            mine = memoryview(payload)
+            new.append((sequence, copy_and_digest(slot, mine, mine, space.seed(key))))
     if not new:
         return len(answer.grants)
-    settled = yield Exchange(wire.Commit(tuple(new)))
+    commit: wire.Message = wire.CommitDigests(tuple(new))
+    if client.protocol < wire.DIGESTS_SINCE:
+        commit = wire.Commit(tuple(sequence for sequence, _ in new))
+    settled = yield Exchange(commit)
     if not isinstance(settled, wire.Settled):
         return 0
     return len(answer.grants) - sum(code != 0 for code in settled.codes)
@@ -91,7 +106,7 @@ def put_steps(client: SocketClient, space: Space, records: Mapping[bytes, bytes]
 def get_steps(
     client: SocketClient, space: Space, keys: Sequence[bytes]
 ) -> Steps[dict[bytes, bytes]]:
-    """Load records, verified by the store. Returns those that came."""
+    """Load records, verified. Returns those that came."""
     found: dict[bytes, bytes] = {}
     handle = yield from space.handle(client)
     if handle is None or not keys:
@@ -100,20 +115,37 @@ def get_steps(
     wanted = tuple(dict.fromkeys(keys))
 
     def take(ticket: int, message: wire.Message) -> None:
-        if not isinstance(message, wire.Batch) or client.incarnation != life:
+        if client.incarnation != life or isinstance(message, wire.Failed):
             return
-        for position, length, _, offset in message.granted:
-            assert client.arena is not None
-            found[wanted[position]] = bytes(client.arena.view(offset, length))
-        client.notify(wire.Ack(ticket, message.batch))
+        assert client.arena is not None
+        wrong: list[int] = []
+        if isinstance(message, wire.Batch):
+            for position, length, _, offset in message.granted:
+                found[wanted[position]] = bytes(client.arena.view(offset, length))
+        else:
+            assert isinstance(message, wire.BatchToVerify)
+            for row, (position, length, _, offset, digest) in enumerate(message.granted):
+                key, payload = wanted[position], bytes(client.arena.view(offset, length))
+                if record_digest(payload, space.seed(key)) == digest:
+                    found[key] = payload
+                else:
+                    wrong.append(row)
+        client.notify(
+            wire.Dispute(ticket, message.batch, tuple(wrong))
+            if wrong
+            else wire.Ack(ticket, message.batch)
+        )
 
-    _raise_misuse((yield Exchange(wire.LoadKeys(handle, wanted), take)))
+    load: wire.Message = wire.LoadToVerify(handle, wanted)
+    if client.protocol < wire.DIGESTS_SINCE:
+        load = wire.LoadKeys(handle, wanted)
+    _raise_misuse((yield Exchange(load, take)))
     return found
 
 
 def give_back(client: SocketClient, message: wire.Message, ticket: int) -> None:
     """An answer to a call that was given up: what it grants is the store's again."""
-    if isinstance(message, wire.Batch):
+    if isinstance(message, wire.Batch | wire.BatchToVerify):
         client.notify(wire.Ack(ticket, message.batch))
     elif isinstance(message, wire.Grants):
         sequences = tuple(sequence for _, sequence in message.grants if sequence)

@@ -21,8 +21,10 @@ from ebbtide.connectors.message import (
     take_head,
 )
 from ebbtide.errors import ProtocolError
+from ebbtide.tiers.digest import DIGEST_BYTES
 
 _GRANTED = np.dtype([("position", "<u4"), ("length", "<u4"), ("source", "<u4"), ("offset", "<u8")])
+_TO_VERIFY = np.dtype([*_GRANTED.descr, ("digest", f"V{DIGEST_BYTES}")])
 _GRANT = np.dtype([("offset", "<u8"), ("sequence", "<u8")])
 _FAILURE = np.dtype([("position", "<u4"), ("reason", "<u4")])
 
@@ -178,6 +180,24 @@ class Batch(Message):
     def parse(cls, body: memoryview) -> Message:
         (batch,) = take_head(cls.kind, U32, body)
         return cls(batch, read_rows(cls.kind, body[U32.size :], _GRANTED))
+
+
+@dataclass(frozen=True, slots=True)
+class BatchToVerify(Message):
+    """A batch of a LOAD_TO_VERIFY."""
+
+    kind: ClassVar[int] = 77
+    batch: int
+    # (position, length, source, offset, digest)
+    granted: tuple[tuple[int, int, int, int, bytes], ...]
+
+    def body(self) -> bytes:
+        return U32.pack(self.batch) + pack_rows(self.granted, _TO_VERIFY)
+
+    @classmethod
+    def parse(cls, body: memoryview) -> Message:
+        (batch,) = take_head(cls.kind, U32, body)
+        return cls(batch, read_rows(cls.kind, body[U32.size :], _TO_VERIFY))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import cbor2
+import numpy as np
 
 from ebbtide.connectors.message import (
     ALL_NAMESPACES,
@@ -20,11 +21,13 @@ from ebbtide.connectors.message import (
     key_width,
     read_fields,
     read_fixed,
+    read_rows,
     read_version,
     split_keys,
     take_head,
 )
 from ebbtide.errors import MisuseError, ProtocolError
+from ebbtide.tiers.digest import DIGEST_BYTES
 
 ROLE_CHARACTERS_MAX = 64
 COMMAND_ROLE = "command"  # of a visitor: it neither keeps a private store alive nor ends it
@@ -35,6 +38,7 @@ ITEMS_MAX = 4096  # CBOR items of one request
 _KEYS_HEAD = struct.Struct("<IH")
 _RESERVE_HEAD = struct.Struct("<IHI")
 _ACK = struct.Struct("<QI")
+_DIGEST = np.dtype([("sequence", "<u8"), ("digest", f"V{DIGEST_BYTES}")])
 
 
 # -- opening --------------------------------------------------------------------------------------
@@ -338,3 +342,61 @@ class PinRecords(_Chosen):
 @dataclass(frozen=True, slots=True)
 class UnpinRecords(_Chosen):
     kind: ClassVar[int] = 22
+
+
+# -- of clients that take digests themselves, since 1.3 -------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CommitDigests(Message):
+    """A COMMIT of whoever has taken the digests of what it copied."""
+
+    kind: ClassVar[int] = 23
+    digests: tuple[tuple[int, bytes], ...]  # (sequence, digest)
+
+    def body(self) -> bytes:
+        if len(self.digests) > KEYS_MAX or any(len(d) != DIGEST_BYTES for _, d in self.digests):
+            raise MisuseError(
+                "Digests have 16 bytes each, and so many can be sent",
+                digests=len(self.digests),
+                digests_max=KEYS_MAX,
+            )
+        return b"".join([U64.pack(sequence) + digest for sequence, digest in self.digests])
+
+    @classmethod
+    def parse(cls, body: memoryview) -> Message:
+        rows = read_rows(cls.kind, body, _DIGEST)
+        if len(rows) > KEYS_MAX:
+            raise ProtocolError("Too many digests", kind=cls.kind, digests=len(rows))
+        return cls(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadToVerify(_Keyed):
+    """A LOAD of whoever verifies what it has copied."""
+
+    kind: ClassVar[int] = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Dispute(Message):
+    """An ACK that names rows of the batch whose copies did not verify."""
+
+    kind: ClassVar[int] = 25
+    answered: ClassVar[bool] = False
+    load_ticket: int
+    batch: int
+    rows: tuple[int, ...]
+
+    def body(self) -> bytes:
+        if len(self.rows) > KEYS_MAX:
+            raise MisuseError("Too many rows for one message", got=len(self.rows))
+        return _ACK.pack(self.load_ticket, self.batch) + b"".join(map(U32.pack, self.rows))
+
+    @classmethod
+    def parse(cls, body: memoryview) -> Message:
+        ticket, batch = take_head(cls.kind, _ACK, body)
+        count, rest = divmod(len(body) - _ACK.size, U32.size)
+        if rest or count > KEYS_MAX:
+            raise ProtocolError("A list of rows has no valid length", bytes=len(body))
+        return cls(ticket, batch, struct.unpack(f"<{count}I", body[_ACK.size :]))

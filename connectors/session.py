@@ -27,13 +27,18 @@ PROBLEM_CHARACTERS_MAX = 1000  # of a failure's text: it may quote what the clie
 class _LoadReplies:
     """Turns what a load reports into messages with the load's ticket."""
 
-    def __init__(self, session: Session, ticket: int) -> None:
+    def __init__(self, session: Session, ticket: int, *, to_verify: bool) -> None:
         self._session = session
         self._ticket = ticket
+        self._to_verify = to_verify
 
     def batch(self, batch: int, granted: list[Granted]) -> None:
-        rows = tuple((g.position, g.length, int(g.source), g.offset) for g in granted)
-        self._session.send(self._ticket, wire.Batch(batch, rows))
+        message: wire.Message
+        if self._to_verify:
+            message = wire.BatchToVerify(batch, tuple(granted))
+        else:
+            message = wire.Batch(batch, tuple(row[:-1] for row in granted))
+        self._session.send(self._ticket, message)
 
     def failed(self, failures: list[tuple[int, Miss]]) -> None:
         rows = tuple((position, int(reason)) for position, reason in failures)
@@ -75,6 +80,8 @@ class Session:
                 yield from self._reserve(ticket, message)
             elif isinstance(message, wire.Commit):
                 yield from self._commit(ticket, message)
+            elif isinstance(message, wire.CommitDigests):
+                yield from self._commit_digests(ticket, message)
             else:
                 self._dispatch(ticket, message)
         except ProtocolError:
@@ -100,9 +107,17 @@ class Session:
             case wire.Abort():
                 reply(ticket, wire.Settled(store.abort(self.engine, message.sequences)))
             case wire.LoadKeys():
-                self._load(ticket, message)
+                self._load(ticket, message, to_verify=False)
+            case wire.LoadToVerify():
+                self._load(ticket, message, to_verify=True)
             case wire.Ack():
-                self._ack(message)
+                load = self._loads.get(message.load_ticket)
+                if load is not None:
+                    load.ack(message.batch)
+            case wire.Dispute():
+                load = self._loads.get(message.load_ticket)
+                if load is not None:
+                    load.dispute(message.batch, message.rows)
             case wire.Release():
                 load = self._loads.get(message.load_ticket)
                 if load is not None:
@@ -206,9 +221,21 @@ class Session:
             if number + 1 < len(parts):
                 yield
 
-    def _load(self, ticket: int, message: wire.LoadKeys) -> None:
+    def _commit_digests(
+        self, ticket: int, message: wire.CommitDigests
+    ) -> Generator[None, None, None]:
+        codes = b""
+        for rows in _pieces(message.digests):
+            codes += self.store.commit_digests(self.engine, rows)
+            if len(codes) < len(message.digests):
+                yield
+        self.send(ticket, wire.Settled(codes))
+
+    def _load(
+        self, ticket: int, message: wire.LoadKeys | wire.LoadToVerify, *, to_verify: bool
+    ) -> None:
         namespace = self._namespace(message.namespace)
-        replies = _LoadReplies(self, ticket)
+        replies = _LoadReplies(self, ticket, to_verify=to_verify)
         if ticket in self._loads:
             raise MisuseError("A load with this ticket is still open", ticket=ticket)
         if len(self._loads) >= LOADS_MAX:
@@ -216,16 +243,11 @@ class Session:
             replies.failed([(position, Miss.BUSY) for position in range(len(message.keys))])
             replies.done()
             return
-        load = self.store.load(self.engine, namespace, message.keys, replies)
+        load = self.store.load(self.engine, namespace, message.keys, replies, to_verify=to_verify)
         if not load.over:
             self._loads[ticket] = load
         if self._gone:  # its first answers were too many for a client that does not read
             load.release()
-
-    def _ack(self, message: wire.Ack) -> None:
-        load = self._loads.get(message.load_ticket)
-        if load is not None:
-            load.ack(message.batch)
 
     def load_over(self, ticket: int) -> None:
         """A load holds nothing any more."""

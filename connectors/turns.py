@@ -18,9 +18,12 @@ if TYPE_CHECKING:
 
     Pieces = Generator[None, None, None]
 
-FOR_STORES = (wire.Reserve, wire.Commit, wire.Abort)
-FOR_LOADS = (wire.Lookup, wire.Touch, wire.LoadKeys, wire.Ack, wire.Release)
-SETTLING = (wire.Commit, wire.Abort)  # worth doing also when nobody hears the answer
+FOR_STORES = (wire.Reserve, wire.Commit, wire.CommitDigests, wire.Abort)
+FOR_LOADS = (
+    wire.Lookup, wire.Touch, wire.LoadKeys, wire.LoadToVerify, wire.Ack, wire.Dispute, wire.Release,
+)  # fmt: skip
+# Worth doing also when nobody hears the answer.
+SETTLING = (wire.Commit, wire.CommitDigests, wire.Abort)
 WAITING_MAX = 256  # messages of one connection; no more are read from it until some are done
 
 

@@ -37,6 +37,9 @@ HONEST: tuple[wire.Message, ...] = (
     wire.Find(bytes(32)),
     wire.PinRecords(bytes(32), KEYS),
     wire.UnpinRecords(bytes(32)),
+    wire.CommitDigests(((1, bytes(16)), (2, bytes(16)))),
+    wire.LoadToVerify(0, KEYS),
+    wire.Dispute(1, 0, (0, 1, 70_000)),
     wire.Ok(1),
     wire.Done(),
 )

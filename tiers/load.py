@@ -32,13 +32,14 @@ class Granted(NamedTuple):
     length: int
     source: Place
     offset: int
+    digest: bytes
 
 
 class Sink(Protocol):
     """Where a load reports. Called on the control thread; every key is named exactly once."""
 
     def batch(self, batch: int, granted: list[Granted]) -> None:
-        """Verified records, pinned until `Load.ack(batch)`."""
+        """Verified records, or ones to verify, pinned until `Load.ack(batch)`."""
         ...
 
     def failed(self, failures: list[tuple[int, Miss]]) -> None:
@@ -64,9 +65,17 @@ class Load:
     """One lease. Made by `Store.load`; lives until every key is named and every batch is acked."""
 
     def __init__(
-        self, store: Store, namespace: Namespace, keys: Sequence[bytes], sink: Sink
+        self,
+        store: Store,
+        namespace: Namespace,
+        keys: Sequence[bytes],
+        sink: Sink,
+        *,
+        to_verify: bool,
     ) -> None:
+        """`to_verify`: what memory holds is granted as it is; see `Store.load`."""
         self._store = store
+        self._verifies = store.bounds.verify_memory and not to_verify
         self._namespace = namespace
         self.epoch = namespace.epoch
         self._keys = keys
@@ -102,6 +111,12 @@ class Load:
         self.advance()
         self._maybe_over()
         return True
+
+    def dispute(self, batch: int, rows: Sequence[int]) -> bool:
+        """As `ack`; but these of the batch's records, copied, did not verify."""
+        records = self._batches.get(batch, [])
+        self._store.loads.doubt([records[row] for row in set(rows) if row < len(records)])
+        return self.ack(batch)
 
     def release(self) -> None:
         """The holder wants no more. What is granted stays pinned until its ack."""
@@ -224,7 +239,7 @@ class Load:
     # -- records in memory ----------------------------------------------------------------------
 
     def _verify(self, steps: list[_Step]) -> None:
-        if not self._store.bounds.verify_memory:
+        if not self._verifies:
             self._grant(steps)
             return
         for chunk in self._chunks(steps):
@@ -246,7 +261,7 @@ class Load:
                     granted.append(step)
                     continue
                 if not good[number]:
-                    self._corrupt(step.record)
+                    store.loads.found_corrupt(step.record)
                 self._let_go(step.record)
                 self._todo.append(step.position)  # the disk tier may hold it; else it is a miss now
             self._grant(granted)
@@ -255,14 +270,6 @@ class Load:
 
         self._running += 1
         store.runtime.start(VERIFY, check, range(len(steps)), checked)
-
-    def _corrupt(self, record: MemoryRecord) -> None:
-        """Its bytes in the arena do not verify any more: a miss from now on."""
-        store = self._store
-        if not record.doomed:
-            store.memory.discard(record)
-            store.pins.drop(record)
-            store.ledger.corrupt(record)
 
     # -- records on disk ------------------------------------------------------------------------
 
@@ -325,7 +332,10 @@ class Load:
         self._tally.hits.update(step.source for step in steps)
         self._sink.batch(
             batch,
-            [Granted(s.position, s.record.length, s.source, s.record.offset) for s in steps],
+            [
+                Granted(s.position, s.record.length, s.source, s.record.offset, s.record.digest)
+                for s in steps
+            ],
         )
 
     def _fail(self, failures: list[tuple[int, Miss]]) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ebbtide.tiers.digest import record_digest
 from ebbtide.tiers.load import Load, Sink
 from ebbtide.tiers.memory import State
 from ebbtide.tiers.reasons import Miss
+from ebbtide.tiers.runtime import VERIFY
 from ebbtide.tiers.slot_queue import SlotQueue
 
 if TYPE_CHECKING:
@@ -30,9 +32,17 @@ class Loads:
     def __len__(self) -> int:
         return len(self._engine_of)
 
-    def start(self, engine: bytes, namespace: Namespace, keys: Sequence[bytes], sink: Sink) -> Load:
+    def start(
+        self,
+        engine: bytes,
+        namespace: Namespace,
+        keys: Sequence[bytes],
+        sink: Sink,
+        *,
+        to_verify: bool,
+    ) -> Load:
         """See `Store.load`."""
-        load = Load(self._store, namespace, keys, sink)
+        load = Load(self._store, namespace, keys, sink, to_verify=to_verify)
         self._of.setdefault(engine, {})[load] = None
         self._engine_of[load] = engine
         load.advance()
@@ -55,6 +65,40 @@ class Loads:
         for load in list(self._of.pop(engine, ())):
             self._engine_of.pop(load, None)
             load.abandon()
+
+    # -- what does not verify --------------------------------------------------------------------
+
+    def doubt(self, records: Sequence[MemoryRecord]) -> None:
+        """Copies of these records did not verify: verify the records themselves.
+
+        A holder's word alone takes nothing from others: its copy may be what is wrong.
+        """
+        store = self._store
+        for record in records:
+            store.memory.pin(record)
+        store.ledger.counts["disputed"] += len(records)
+
+        def check(record: MemoryRecord) -> None:
+            if record_digest(store.view(record, record.length), record.seed) != record.digest:
+                wrong.append(record)
+
+        def checked(outcomes: list[BaseException | None]) -> None:
+            for record in wrong:
+                self.found_corrupt(record)
+            for record in records:
+                store.memory.unpin(record)
+            self.slots_freed()
+
+        wrong: list[MemoryRecord] = []
+        store.runtime.start(VERIFY, check, records, checked)
+
+    def found_corrupt(self, record: MemoryRecord) -> None:
+        """Its bytes in the arena do not verify any more: a miss from now on."""
+        store = self._store
+        if not record.doomed:
+            store.memory.discard(record)
+            store.pins.drop(record)
+            store.ledger.corrupt(record)
 
     # -- slots ----------------------------------------------------------------------------------
 

@@ -174,12 +174,20 @@ class Store:
     def commit(
         self, engine: bytes, sequences: Sequence[int], reply: Callable[[bytes], None]
     ) -> None:
-        """The slots are whole and will not be written again: take digests, then publish.
+        """The slots are whole and will not be written again: take digests, then publish them.
 
         `reply(codes)`: per sequence 0 when the record can be read from now on, else why not. A
         sequence that the engine does not hold is UNKNOWN. The digest is taken in an I/O thread.
         """
         self._reservations.commit(engine, sequences, reply)
+
+    def commit_digests(self, engine: bytes, digests: Iterable[tuple[int, bytes]]) -> bytes:
+        """The same for (sequence, digest) of whoever has taken them of what it copied.
+
+        At once, and the store reads none of the bytes. One that is wrong is a miss at its first
+        use. Returns the codes.
+        """
+        return self._reservations.commit_digests(engine, digests)
 
     def abort(self, engine: bytes, sequences: Sequence[int]) -> bytes:
         """The slots will not be written any more and were never published. Codes as `commit`'s."""
@@ -189,12 +197,22 @@ class Store:
 
     # -- load -----------------------------------------------------------------------------------
 
-    def load(self, engine: bytes, namespace: Namespace, keys: Sequence[bytes], sink: Sink) -> Load:
+    def load(
+        self,
+        engine: bytes,
+        namespace: Namespace,
+        keys: Sequence[bytes],
+        sink: Sink,
+        *,
+        to_verify: bool = False,
+    ) -> Load:
         """Start to stream verified records to the sink, in roughly this order; see `Load`.
 
-        May call the sink before it returns. Each key is named once.
+        May call the sink before it returns. Each key is named once. `to_verify`: the holder
+        verifies what it has copied, before anybody uses it, and disputes what is wrong; so records
+        in memory are granted at once. What comes from disk is verified here all the same.
         """
-        return self.loads.start(engine, namespace, keys, sink)
+        return self.loads.start(engine, namespace, keys, sink, to_verify=to_verify)
 
     # -- leaving, reset, pins -------------------------------------------------------------------
 

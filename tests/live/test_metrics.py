@@ -140,7 +140,11 @@ def spoil_memory(writer: Writer) -> None:
     assert ask(writer.client, wire.Commit((sequence,))) == wire.Settled(b"\0")
     assert writer.client.arena is not None
     writer.client.arena.view(offset, 8)[:] = b"spoiled!"
-    writer.client.submit(wire.LoadKeys(writer.namespace, (key,)))
+    for load in (wire.LoadToVerify, wire.LoadKeys):
+        ticket = writer.client.submit(load(writer.namespace, (key,)))
+        if load is wire.LoadToVerify:
+            eventually(lambda: any(completion.final for completion in writer.client.poll()))
+            writer.client.notify(wire.Dispute(ticket, 0, (0,)))
     eventually(lambda: any(completion.final for completion in writer.client.poll()))
 
 
@@ -234,6 +238,7 @@ MOVES: list[tuple[str, str, str, float | str]] = [
     ('records_dropped_total{reason="corrupt"}', "hold", "corrupt memory", UP),
     ('records_dropped_total{reason="reset"}', "killed engine", "reset", UP),
     ('records_corrupt_total{tier="memory"}', "hold", "corrupt memory", 1),
+    ("records_disputed_total", "hold", "corrupt memory", 1),
     ('records_corrupt_total{tier="disk"}', "corrupt memory", "corrupt disk", 1),
     ('load_failures_total{reason="never_seen"}', "load from disk", "load of nothing", 3),
     ('moved_bytes_total{edge="device_to_memory"}', "empty", "put", MANY * RECORD),

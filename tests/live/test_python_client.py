@@ -18,6 +18,7 @@ import pytest
 from tests.live.conftest import PATIENCE_S, eventually
 
 import ebbtide
+from ebbtide.connectors import protocol as wire
 from ebbtide.errors import ConfigError, MisuseError, TierUnavailableError
 
 if TYPE_CHECKING:
@@ -75,6 +76,39 @@ def test_records_of_two_namespaces_and_groups_are_apart(house: House) -> None:
         assert two.get(name_of(1), group=1) is None
         assert one.put(name_of(1), b"d" * 100)  # it is held: a record never changes
         assert one.get(name_of(1)) == b"a" * 100
+
+
+@pytest.mark.parametrize("protocol", [(1, 2), wire.VERSION])
+def test_bytes_that_changed_since_they_were_put_are_a_miss(
+    house: House, protocol: tuple[int, int]
+) -> None:
+    """Whoever verifies: this client, or a store that is older than it."""
+    house.start()
+    with ebbtide.Client(house.socket) as client:
+        client.link.protocol = protocol
+        sent: list[type[wire.Message]] = []
+        submit = client.link.submit
+
+        def watched(message: wire.Message) -> int:
+            sent.append(type(message))
+            return submit(message)
+
+        client.link.submit = watched  # type: ignore[method-assign]
+        space = client.namespace(model="m")
+        records = {name_of(number): os.urandom(PAGE + 5) for number in range(3)}
+        assert space.put_many(records) == 3
+        assert space.get_many(records) == records
+        arena = client.link.arena
+        assert arena is not None
+        spoilt = records[name_of(1)]
+        arena.view(bytes(arena.buffer).index(spoilt) + 4000, 1)[0] ^= 1
+        assert space.get_many(records) == {n: b for n, b in records.items() if b is not spoilt}
+        eventually(lambda: house.stats()["counts"]["memory_corrupt"] == 1)
+        assert space.put(name_of(1), spoilt)
+        assert space.get(name_of(1)) == spoilt
+    new = {wire.CommitDigests, wire.LoadToVerify}
+    old = {wire.Commit, wire.LoadKeys}
+    assert new | old & {*sent} == new if protocol == wire.VERSION else not new & {*sent}
 
 
 def test_more_than_a_window_of_records_comes_in_one_call(house: House) -> None:

@@ -106,10 +106,18 @@ class Model:
             self._contents[name, key] = found
         return found
 
-    def _bytes_are_right(self, reading: Reading, record: Granted) -> None:
+    def _bytes_are_right(self, reading: Reading, record: Granted) -> bool:
+        """False: they are wrong, and who verifies them sees it."""
         view = self.sim.store.arena.view(record.offset, record.length)
         key = reading.keys[record.position]
+        if reading.to_verify and self._digest(reading.name, key, view) != record.digest:
+            assert self.plan.flips, "bytes changed by themselves"
+            return False
         assert view == self._content(reading.name, key, record.length), f"wrong bytes for {key!r}"
+        return True
+
+    def _digest(self, name: str, key: bytes, payload: bytes | memoryview) -> bytes:
+        return record_digest(payload, record_seed(self.namespace(name).digest, key))
 
     def _nobody_else_has(self, span: tuple[int, int], *, readers_too: bool) -> None:
         taken = [slot.span for engine in self.engines for slot in engine.slots.values()]

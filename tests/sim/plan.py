@@ -86,6 +86,7 @@ class Reading:
     name: str
     keys: list[bytes]
     sink: RecordingSink
+    to_verify: bool  # by the engine, of what it has copied
     load: Load | None = None
     gone: bool = False
 

@@ -7,6 +7,7 @@ from tests.sim.model import NAMES, Model
 from tests.sim.plan import Reading, Slot
 
 from ebbtide.testing import FAULTS, RecordingSink
+from ebbtide.tiers.digest import DIGEST_BYTES
 from ebbtide.tiers.memory import State
 from ebbtide.tiers.reasons import Miss, Place
 from ebbtide.tiers.runtime import COMMIT, DIGEST, READ, VERIFY, WRITE
@@ -92,7 +93,19 @@ class World(Model):
             assert all(code in (0, Miss.RESET) for code in codes[: len(some)])
             assert set(codes[len(some) :]) == {Miss.UNKNOWN}
 
-        self.sim.store.commit(engine.name, [*some, *unknown], answered)
+        if self.random.random() < 0.5:
+            self.sim.store.commit(engine.name, [*some, *unknown], answered)
+            return
+        digests = [self._digest_of(slot) for slot in slots] + [bytes(DIGEST_BYTES)] * len(unknown)
+        rows = zip([*some, *unknown], digests, strict=True)
+        answered(self.sim.store.commit_digests(engine.name, rows))
+
+    def _digest_of(self, slot: Slot) -> bytes:
+        """As an engine takes it, which is wrong now and then."""
+        if self.plan.flips and self.random.random() < 0.05:
+            self._damage(slot.epoch, slot.key)
+            return self.random.randbytes(DIGEST_BYTES)
+        return self._digest(slot.name, slot.key, self._content(slot.name, slot.key, slot.length))
 
     def abort(self) -> None:
         engine = self.random.choice(self.engines)
@@ -114,9 +127,11 @@ class World(Model):
         if self.random.random() < 0.1:
             keys = keys * 2  # a key asked for twice is named twice
         sink = RecordingSink(len(keys), on_batch=lambda batch, granted: self._granted(reading))
-        reading = Reading(name, keys, sink)
+        reading = Reading(name, keys, sink, to_verify=self.random.random() < 0.5)
         engine.readings.append(reading)
-        reading.load = self.sim.store.load(engine.name, self.namespace(name), keys, sink)
+        reading.load = self.sim.store.load(
+            engine.name, self.namespace(name), keys, sink, to_verify=reading.to_verify
+        )
 
     def _granted(self, reading: Reading) -> None:
         assert not reading.gone, "a batch for an engine that is gone"
@@ -132,10 +147,14 @@ class World(Model):
         engine = self.random.choice(self.engines)
         for reading in list(engine.readings):
             for batch in self._some(list(reading.sink.open_batches)):
-                for record in reading.sink.acked(batch):
-                    self._bytes_are_right(reading, record)
+                granted = reading.sink.acked(batch)
+                right = [self._bytes_are_right(reading, record) for record in granted]
                 assert reading.load is not None
-                assert reading.load.ack(batch)
+                if all(right) and self.random.random() < 0.95:
+                    assert reading.load.ack(batch)
+                else:  # also of what is right, now and then
+                    wrong = [row for row, is_right in enumerate(right) if not is_right]
+                    assert reading.load.dispute(batch, wrong or [0])
                 assert not reading.load.ack(batch)
             if reading.sink.is_over:
                 engine.readings.remove(reading)

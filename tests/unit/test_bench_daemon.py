@@ -25,15 +25,18 @@ def test_it_prints_a_line_for_each_number(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(daemon_bench, "LOOKUPS", dict.fromkeys(daemon_bench.KEYS, 3))
+    monkeypatch.setattr(daemon_bench, "RECORD_SIZES", (MIB,))
     daemon_bench.run(options("--json", "--pairs", "1", "--seconds", "0.4"))
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     cases = {case["case"]: case for case in found if case["design"] == "ebbtide"}
+    by_store = {case["case"] for case in found if case["design"] == "digests_by_store"}
     assert [c["case"] for c in found if c["design"] == "raw_verified"] == [
         "load_and_store.3_clients"
     ]
     lookups = {f"lookup_{name}.{keys}" for name in ("p50", "p99") for keys in daemon_bench.KEYS}
     others = {"load_and_store.3_clients", "jain_index.3_clients", "load_beside_stores_p99"}
     assert set(cases) == lookups | others
+    assert by_store == others
     assert {cases[name]["verdict"] for name in lookups} == {"UNRESOLVED"}
     assert all(case["value"] > 0 < case["ceiling"] for case in cases.values())
     assert cases["load_and_store.3_clients"]["cpu_s_per_gb"] > 0
@@ -51,7 +54,7 @@ def test_keys_that_are_not_held_make_a_lookup_invalid(
 ) -> None:
     monkeypatch.setattr(daemon_bench, "KEYS", (64,))
     monkeypatch.setattr(daemon_bench, "LOOKUPS", {64: 3})
-    monkeypatch.setattr(daemon_bench, "_clients", lambda pairs, seconds: [])
+    monkeypatch.setattr(daemon_bench, "RECORD_SIZES", ())
     fill = daemon_bench.Process.do
 
     def less(process: daemon_bench.Process, order: Order) -> Answer:
@@ -86,7 +89,7 @@ def test_jains_index() -> None:
 
 def test_rates_count_both_ways() -> None:
     answer = Answer(loaded=3, stored=1, seconds=2.0)
-    assert daemon_bench._rate(answer) == pytest.approx(2 * MIB / 1e6)
+    assert daemon_bench._rates([answer], MIB) == [pytest.approx(2 * MIB / 1e6)]
 
 
 @pytest.mark.parametrize("higher_is_better", [True, False])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given, settings
@@ -34,7 +34,10 @@ REPORTS = st.dictionaries(
 )
 
 
-def _rows(*columns: SearchStrategy[int]) -> SearchStrategy[tuple[tuple[int, ...], ...]]:
+DIGEST = st.binary(min_size=16, max_size=16)
+
+
+def _rows(*columns: SearchStrategy[Any]) -> SearchStrategy[tuple[tuple[Any, ...], ...]]:
     return st.lists(st.tuples(*columns), max_size=40).map(tuple)
 
 
@@ -67,6 +70,9 @@ MESSAGES: dict[type[wire.Message], SearchStrategy[wire.Message]] = {
     wire.Find: st.builds(wire.Find, st.binary(min_size=32, max_size=32)),
     wire.PinRecords: st.builds(wire.PinRecords, st.binary(min_size=32, max_size=32), KEYS),
     wire.UnpinRecords: st.builds(wire.UnpinRecords, st.binary(min_size=32, max_size=32), KEYS),
+    wire.CommitDigests: st.builds(wire.CommitDigests, _rows(U64, DIGEST)),
+    wire.LoadToVerify: st.builds(wire.LoadToVerify, U32, KEYS),
+    wire.Dispute: st.builds(wire.Dispute, U64, U32, st.lists(U32, max_size=40).map(tuple)),
     wire.Welcome: st.builds(
         wire.Welcome, st.binary(min_size=16, max_size=16), U64, U64, U32, U64, U32, VERSIONS
     ),
@@ -75,6 +81,7 @@ MESSAGES: dict[type[wire.Message], SearchStrategy[wire.Message]] = {
     wire.Grants: st.builds(wire.Grants, st.integers(0, 255), _rows(U64, U64)),
     wire.Settled: st.builds(wire.Settled, st.binary(max_size=99)),
     wire.Batch: st.builds(wire.Batch, U32, _rows(U32, U32, U32, U64)),
+    wire.BatchToVerify: st.builds(wire.BatchToVerify, U32, _rows(U32, U32, U32, U64, DIGEST)),
     wire.Failed: st.builds(wire.Failed, _rows(U32, U32)),
     wire.Done: st.just(wire.Done()),
     wire.Ok: st.builds(wire.Ok, U64),
@@ -139,6 +146,28 @@ GOLDEN: list[tuple[int, wire.Message, str]] = [
         + b"namespace".hex()
         + "5820"
         + bytes(range(32)).hex(),
+    ),
+    (
+        6,
+        wire.CommitDigests(((5, KEY[:16]), (258, KEY[16:32]))),
+        "30000000 17 00 0000 0600000000000000"
+        "0500000000000000 " + KEY[:16].hex() + "0201000000000000" + KEY[16:32].hex(),
+    ),
+    (
+        7,
+        wire.LoadToVerify(3, (KEY,)),
+        "2a000000 18 00 0000 0700000000000000 03000000 2400" + KEY.hex(),
+    ),
+    (
+        0,
+        wire.Dispute(258, 3, (0, 7)),
+        "14000000 19 00 0000 0000000000000000 0201000000000000 03000000 00000000 07000000",
+    ),
+    (
+        3,
+        wire.BatchToVerify(1, ((0, 9, 2, 8192, KEY[:16]),)),
+        "28000000 4d 00 0000 0300000000000000 01000000 00000000 09000000 02000000"
+        "0020000000000000" + KEY[:16].hex(),
     ),
     (
         4,

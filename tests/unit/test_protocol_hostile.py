@@ -45,12 +45,16 @@ HONEST: list[wire.Message] = [
     wire.Find(bytes(range(32))),
     wire.PinRecords(bytes(32), (KEY,)),
     wire.UnpinRecords(bytes(32)),
+    wire.CommitDigests(((1, bytes(16)), (2, bytes(range(16))))),
+    wire.LoadToVerify(0, (KEY,)),
+    wire.Dispute(1, 2, (0, 3)),
     wire.Welcome(bytes(16), 1, 2, 3, 4, 5),
     wire.NamespaceOpened(1, bytes(32), 2, 3),
     wire.States(bytes(9)),
     wire.Grants(1, ((0, 1),)),
     wire.Settled(bytes(3)),
     wire.Batch(1, ((0, 1, 2, 3),)),
+    wire.BatchToVerify(1, ((0, 1, 2, 3, bytes(16)),)),
     wire.Failed(((1, 16),)),
     wire.Done(),
     wire.Ok(3),
@@ -105,13 +109,13 @@ def test_20_000_mutated_frames_raise_nothing_but_protocol_errors() -> None:
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200))
 def test_garbage_raises_nothing_but_protocol_errors(garbage: bytes) -> None:
-    for kind in (1, 2, 17, 18, 19, 65, 66, 69, 72, 76, 127):
+    for kind in (1, 2, 17, 18, 19, 23, 24, 25, 65, 66, 69, 72, 76, 77, 127):
         for stream in (garbage, _frame(kind, garbage)):
             with contextlib.suppress(ProtocolError):
                 wire.Decoder().feed(stream)
 
 
-@pytest.mark.parametrize("kind", [0, 23, 64, 68, 71, 77, 126, 128, 255])
+@pytest.mark.parametrize("kind", [0, 26, 64, 68, 71, 78, 126, 128, 255])
 def test_an_unknown_kind_is_refused_before_its_body_has_come(kind: int) -> None:
     _refused(_frame(kind, b"", size=1000))
 

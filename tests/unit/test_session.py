@@ -17,6 +17,7 @@ from ebbtide.connectors.session import Session, failure_of
 from ebbtide.errors import ConfigError, MisuseError, ProtocolError, TierUnavailableError
 from ebbtide.tiers.arena import Arena
 from ebbtide.tiers.bounds import Bounds
+from ebbtide.tiers.digest import record_digest, record_seed
 from ebbtide.tiers.lookups import REASONS_MAX
 from ebbtide.tiers.opening import OpenDisk
 from ebbtide.tiers.reasons import Miss, Place
@@ -53,6 +54,7 @@ class Host(NamedTuple):
     store: Store
     client: LocalClient
     namespace: int
+    digest: bytes
 
     def put(self, keys: tuple[bytes, ...]) -> None:
         """Store the records of these keys, whole."""
@@ -118,7 +120,7 @@ def host(tmp_path: Path, disk: bool) -> Iterator[Host]:
     opened_as = ask(client, wire.OpenNamespace(DESCRIPTOR))
     assert isinstance(opened_as, wire.NamespaceOpened)
     _HELD.clear()
-    yield Host(runtime, store, client, opened_as.namespace)
+    yield Host(runtime, store, client, opened_as.namespace, opened_as.digest)
     client.close()
     store.check_integrity()
     runtime.close()
@@ -253,6 +255,24 @@ def test_a_slot_is_committed_once(host: Host) -> None:
     sequence = grants.grants[0][1]
     answer = ask(host.client, wire.Commit((sequence, sequence)))
     assert answer == wire.Settled(bytes([0, Miss.UNKNOWN]))
+
+
+def test_digests_of_the_client_are_committed_in_their_order(host: Host) -> None:
+    keys = _keys(3)
+    grants = host.reserve(keys)
+    host.fill(keys, grants)
+    rows = [
+        (sequence, record_digest(_payload(key), record_seed(host.digest, key)))
+        for key, (_, sequence) in zip(keys, grants.grants, strict=True)
+    ]
+    many = [(2**40 + number, bytes(16)) for number in range(session_module.PIECE)]
+    answer = ask(host.client, wire.CommitDigests((*rows, rows[0], *many)))
+    assert answer == wire.Settled(bytes(3) + bytes([Miss.UNKNOWN]) * (1 + len(many)))
+    ticket = host.client.submit(wire.LoadKeys(host.namespace, keys))
+    granted = host.next(ticket).message  # verified by the store: the digests are right
+    assert isinstance(granted, wire.Batch)
+    assert [row[0] for row in granted.granted] == [0, 1, 2]
+    assert ask(host.client, wire.CommitDigests(())) == wire.Settled(b"")
 
 
 # -- the rarer verbs ------------------------------------------------------------------------------

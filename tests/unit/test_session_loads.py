@@ -16,6 +16,7 @@ from ebbtide.connectors.session import Session
 from ebbtide.errors import MisuseError
 from ebbtide.tiers.arena import Arena
 from ebbtide.tiers.bounds import Bounds
+from ebbtide.tiers.digest import record_digest, record_seed
 from ebbtide.tiers.opening import OpenDisk
 from ebbtide.tiers.reasons import Miss, Place
 from ebbtide.tiers.runtime import ThreadRuntime
@@ -262,6 +263,27 @@ def test_an_ack_comes_twice_without_harm(host: Host) -> None:
         host.session.handle(0, wire.Ack(1, 0))
     host.settle()  # the mover pins what it writes
     assert host.store.memory.pinned_bytes == 0
+
+
+def test_a_load_to_verify_brings_the_digests_and_a_dispute_ends_its_batch(host: Host) -> None:
+    keys = _keys(2)
+    host.put(keys)
+    host.session.handle(1, wire.LoadToVerify(host.namespace, keys))
+    assert host.done(1), "nothing is waited for: memory holds them"
+    (batch,) = [m for t, m in host.answers if t == 1 and isinstance(m, wire.BatchToVerify)]
+    space = host.store.namespace(host.namespace)
+    assert space is not None
+    for position, length, source, offset, digest in batch.granted:
+        view = host.store.arena.view(offset, length)
+        assert source == Place.MEMORY
+        assert digest == record_digest(view, record_seed(space.digest, keys[position]))
+    for _ in range(2):
+        host.session.handle(0, wire.Dispute(1, batch.batch, (1, 1, 9)))
+    host.session.handle(0, wire.Dispute(77, 0, (0,)))
+    host.settle()
+    assert host.store.memory.pinned_bytes == 0
+    assert host.store.ledger.counts["disputed"] == 1
+    assert host.store.ledger.counts["memory_corrupt"] == 0, "its bytes are right"
 
 
 def test_bytes_that_rotted_in_memory_are_not_granted(host: Host) -> None:

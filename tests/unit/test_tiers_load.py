@@ -10,6 +10,7 @@ import pytest
 from ebbtide.testing import Fault, RecordingSink, SimStore
 from ebbtide.testing.conformance import key_of
 from ebbtide.tiers.bounds import Bounds
+from ebbtide.tiers.digest import record_digest, record_seed
 from ebbtide.tiers.load import Load
 from ebbtide.tiers.reasons import Miss, Place
 from ebbtide.tiers.runtime import READ, VERIFY, WRITE
@@ -95,7 +96,7 @@ def test_a_holder_that_acks_within_the_call_is_served_to_the_end() -> None:
             loads[0].ack(batch)
 
         sink = RecordingSink(len(keys), on_batch=ack_now)
-        loads = [Load(sim.store, space, keys, sink)]
+        loads = [Load(sim.store, space, keys, sink, to_verify=False)]
         loads[0].advance()
         sim.runtime.settle()
         assert sink.is_over
@@ -368,3 +369,86 @@ def test_p45_a_load_among_stores_that_hang_ends_when_it_is_released(tmp_path: Pa
         sim.runtime.let_go(WRITE)
         sim.runtime.settle()
         assert sim.get(space, keys) == [sim.content(space, keys[0], PAGE)]
+
+
+# -- loads whose holder verifies ------------------------------------------------------------------
+
+
+def test_a_load_to_verify_waits_for_no_thread(tmp_path: Path) -> None:
+    with disk_sim(tmp_path, 8, window=8) as sim:
+        space, keys = sim.namespace(), [key_of(n) for n in range(4)]
+        sim.put(space, keys, PAGE)
+        sim.runtime.hold(VERIFY)
+        sink = RecordingSink(4)
+        load = sim.store.load(ONE, space, keys, sink, to_verify=True)
+        assert [sink.granted[n].source for n in range(4)] == [Place.MEMORY] * 4
+        assert sink.is_done
+        ack_all(sim, sink, load)
+        assert sink.is_over
+
+
+def test_what_comes_from_disk_is_verified_before_it_is_granted_to_whomever(tmp_path: Path) -> None:
+    with disk_sim(tmp_path, 8, window=8) as sim:
+        keys = on_disk(sim, range(2))
+        space = sim.namespace()
+        assert sim.store.disk is not None
+        assert sim.slab is not None
+        first = sim.store.disk.find(space.epoch, keys[0])
+        assert first is not None
+        sim.slab.flip_at_rest(first.offset)
+        sink = RecordingSink(2)
+        load = sim.store.load(ONE, space, keys, sink, to_verify=True)
+        sim.runtime.run_until(lambda: sink.is_done)
+        assert sink.failures == {0: Miss.CORRUPT}
+        view = sim.store.arena.view(sink.granted[1].offset, PAGE)
+        assert sink.granted[1].digest == record_digest(view, record_seed(space.digest, keys[1]))
+        ack_all(sim, sink, load)
+
+
+@pytest.mark.parametrize("is_wrong", [True, False])
+def test_a_disputed_record_is_lost_if_the_store_finds_it_wrong_too(is_wrong: bool) -> None:
+    with SimStore(1, 16 * PAGE, bounds=bounds_of(16, window=16)) as sim:
+        space, keys = sim.namespace(), [key_of(n) for n in range(3)]
+        sim.put(space, keys, PAGE)
+        assert sim.store.pin(TWO, space, keys[1:2]) == 1
+        sink = RecordingSink(3)
+        load = sim.store.load(ONE, space, keys, sink, to_verify=True)
+        sim.store.arena.view(sink.granted[1].offset, 1)[0] ^= is_wrong
+        (batch,) = sink.open_batches
+        assert not load.dispute(batch + 1, [0])
+        sink.acked(batch)
+        sim.runtime.hold(VERIFY)
+        assert load.dispute(batch, [1, 1, 99])
+        assert sink.is_over
+        assert not load.ack(batch)
+        record = sim.store.memory.find(space.epoch, keys[1])
+        assert record is not None
+        assert record.pins == 2, "by PIN, and by who looks at it"
+        sim.runtime.let_go(VERIFY)
+        sim.runtime.settle()
+        counts = sim.store.ledger.counts
+        assert (counts["disputed"], counts["memory_corrupt"]) == (1, is_wrong)
+        found = sim.store.lookup(space, keys)
+        assert found[1] == (Miss.CORRUPT if is_wrong else Place.MEMORY)
+        assert (found[0], found[2]) == (Place.MEMORY, Place.MEMORY)
+        sim.store.unpin(TWO, space, keys[1:2])
+        assert sim.store.memory.pinned_bytes == 0
+        sim.store.check_integrity()
+
+
+def test_a_reset_ends_a_disputed_record_before_it_was_looked_at() -> None:
+    with SimStore(1, 16 * PAGE, bounds=bounds_of(16, window=16)) as sim:
+        space, keys = sim.namespace(), [key_of(1)]
+        sim.put(space, keys, PAGE)
+        sink = RecordingSink(1)
+        load = sim.store.load(ONE, space, keys, sink, to_verify=True)
+        sim.store.arena.view(sink.granted[0].offset, 1)[0] ^= 1
+        sim.runtime.hold(VERIFY)
+        sink.acked(0)
+        assert load.dispute(0, [0])
+        sim.store.reset(space, lambda ok: None)
+        sim.runtime.let_go(VERIFY)
+        sim.runtime.settle()
+        assert sim.store.ledger.counts["memory_corrupt"] == 0, "it was counted as reset"
+        assert sim.store.memory.pinned_bytes == 0
+        sim.store.check_integrity()

@@ -9,6 +9,7 @@ import pytest
 from ebbtide.errors import ConfigError
 from ebbtide.testing import RecordingSink, SimStore
 from ebbtide.testing.conformance import key_of
+from ebbtide.tiers.digest import record_digest, record_seed
 from ebbtide.tiers.ghosts import Ghosts
 from ebbtide.tiers.reasons import Miss, Place, label
 from ebbtide.tiers.runtime import COMMIT, DIGEST, WRITE
@@ -210,6 +211,46 @@ def test_sequences_of_nobody_or_of_another_engine_are_unknown(sim: SimStore) -> 
     )
     assert sim.store.abort(ONE, [sequence]) == bytes([Miss.UNKNOWN])
     assert sim.store.lookup(space, keys_of(1)) == bytes([Place.MEMORY])
+
+
+def test_a_record_whose_digest_its_engine_took_is_readable_at_once(sim: SimStore) -> None:
+    space = sim.namespace()
+    sim.put(space, keys_of(*range(16)), PAGE)  # every slot full of other bytes
+    keys = keys_of(50, 51)
+    grants, _ = sim.store.reserve(ONE, space, keys, 100)
+    rows = []
+    for key, (offset, sequence) in zip(keys, grants, strict=True):
+        payload = sim.content(space, key, 100)
+        sim.store.arena.view(offset, 100)[:] = payload
+        rows.append((sequence, record_digest(payload, record_seed(space.digest, key))))
+    rows[1] = (rows[1][0], bytes(16))
+    assert sim.store.commit_digests(TWO, rows) == bytes([Miss.UNKNOWN] * 2)
+    assert sim.store.commit_digests(ONE, [*rows, rows[0]]) == bytes([0, 0, Miss.UNKNOWN])
+    assert sim.runtime.waiting(DIGEST) == 0
+    assert sim.store.lookup(space, keys) == bytes([Place.MEMORY] * 2)
+    assert sim.store.arena.view(grants[0].offset, PAGE)[100:] == bytes(PAGE - 100)
+    assert sim.get(space, keys) == [sim.content(space, keys[0], 100), Miss.CORRUPT]
+
+
+def test_a_commit_of_digests_after_a_reset_is_told_so_and_publishes_nothing(sim: SimStore) -> None:
+    space = sim.namespace()
+    grants, _ = sim.store.reserve(ONE, space, keys_of(1), PAGE)
+    sim.store.reset(space, lambda ok: None)
+    rows = [(grants[0].sequence, bytes(16))]
+    assert sim.store.commit_digests(ONE, rows) == bytes([Miss.RESET])
+    assert sim.store.memory.records == 0
+    assert sim.store.memory.pinned_bytes == 0
+
+
+def test_a_held_key_that_made_room_for_one_before_it_gets_a_slot_of_its_own(sim: SimStore) -> None:
+    space = sim.namespace()
+    slots = sim.store.memory.space.slots_for(PAGE)
+    sim.put(space, keys_of(*range(slots)), PAGE)
+    coldest = next(sim.store.memory.space.coldest_first()).key
+    grants, reason = sim.store.reserve(ONE, space, [*keys_of(100), coldest], PAGE)
+    assert reason is None
+    assert all(sequence for _, sequence in grants), "what is said to be held is held"
+    assert len({offset for offset, _ in grants}) == 2
 
 
 def test_an_engine_that_is_gone_loses_its_slots_and_no_others(sim: SimStore) -> None:

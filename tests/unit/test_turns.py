@@ -68,10 +68,13 @@ def test_only_what_loads_need_overtakes_a_store() -> None:
     assert not lane.takes(reset)
     assert lane.takes(RESERVE)
     assert lane.takes(COMMIT)
+    assert lane.takes(wire.CommitDigests(()))
     lane.put(1, RESERVE)
     assert lane.takes(reset)
     assert not lane.takes(load)
     assert not lane.takes(wire.Ack(1, 0))
+    assert not lane.takes(wire.LoadToVerify(0, ()))
+    assert not lane.takes(wire.Dispute(1, 0, ()))
 
 
 def test_a_reset_waits_also_for_a_store_that_is_half_done() -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ebbtide.testing.sinks import RecordingSink
+from ebbtide.tiers.digest import record_digest, record_seed
 from ebbtide.tiers.reasons import Miss, Place
 
 if TYPE_CHECKING:
@@ -98,6 +100,30 @@ class TierConformance:
         assert sim.store.lookup(space, keys) == bytes([Miss.CORRUPT])
         assert sim.put(space, keys, LENGTH) == bytes(1)
         assert sim.get(space, keys) == [sim.content(space, keys[0], LENGTH)]
+
+    def test_a_holder_that_verifies_sees_what_changed_and_its_word_is_checked(
+        self, sim: SimStore
+    ) -> None:
+        space, keys = sim.namespace(), [key_of(1), key_of(2)]
+        sim.put(space, keys, LENGTH)
+        sink = RecordingSink(2)
+        load = sim.store.load(b"e", space, keys, sink, to_verify=True)
+        sim.runtime.run_until(lambda: sink.is_done)
+        sim.store.arena.view(sink.granted[0].offset, LENGTH)[17] ^= 1
+        wrong = []
+        for batch in list(sink.open_batches):
+            rows = []
+            for row, granted in enumerate(sink.acked(batch)):
+                key = keys[granted.position]
+                copy = bytes(sim.store.arena.view(granted.offset, LENGTH))
+                if record_digest(copy, record_seed(space.digest, key)) != granted.digest:
+                    rows.append(row)
+                    wrong.append(key)
+            load.dispute(batch, rows)
+        assert wrong == keys[:1]
+        sim.runtime.settle()
+        assert sim.get(space, keys)[1] == sim.content(space, keys[1], LENGTH)
+        assert sim.store.ledger.counts["memory_corrupt"] == 1
 
     def test_empty_batches_are_answered(self, sim: SimStore) -> None:
         space = sim.namespace()
