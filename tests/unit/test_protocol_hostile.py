@@ -147,7 +147,7 @@ def test_no_body_of_zeros_raises_anything_but_a_protocol_error() -> None:
     _refused(_frame(wire.Grants.kind, b""))
 
 
-@pytest.mark.parametrize("kind", [3, 4, 8, 12, 13])
+@pytest.mark.parametrize("kind", [3, 4, 8, 12, 13, 24])
 @pytest.mark.parametrize(
     ("width", "size"),
     [(0, 36), (1, 36), (32, 64), (35, 70), (36, 35), (36, 71), (20, 36), (65_535, 0)],
@@ -156,9 +156,21 @@ def test_ragged_or_foreign_key_widths_are_refused(kind: int, width: int, size: i
     _refused(_frame(kind, struct.pack("<IH", 0, width) + bytes(size)))
 
 
+@pytest.mark.parametrize(
+    ("kind", "head", "row"), [(6, 0, 8), (23, 0, 24), (25, 12, 4), (77, 4, 36)]
+)
+def test_packed_lists_with_a_ragged_end_are_refused(kind: int, head: int, row: int) -> None:
+    for rest in (1, row - 1):
+        _refused(_frame(kind, bytes(head + 2 * row + rest)))
+    if head:
+        _refused(_frame(kind, bytes(head - 1)))
+
+
 def test_more_keys_or_sequences_than_the_bound_are_refused() -> None:
     _refused(_frame(3, struct.pack("<IH", 0, 20) + bytes(20 * (wire.KEYS_MAX + 1))))
     _refused(_frame(6, bytes(8 * (wire.KEYS_MAX + 1))))
+    _refused(_frame(23, bytes(24 * (wire.KEYS_MAX + 1))))
+    _refused(_frame(25, bytes(12 + 4 * (wire.KEYS_MAX + 1))))
 
 
 # -- CBOR -----------------------------------------------------------------------------------------

@@ -452,3 +452,25 @@ def test_a_reset_ends_a_disputed_record_before_it_was_looked_at() -> None:
         assert sim.store.ledger.counts["memory_corrupt"] == 0, "it was counted as reset"
         assert sim.store.memory.pinned_bytes == 0
         sim.store.check_integrity()
+
+
+def test_a_load_that_waits_for_a_slot_gets_the_one_of_a_record_found_wrong(tmp_path: Path) -> None:
+    with disk_sim(tmp_path, 4, window=4) as sim:
+        keys = on_disk(sim, range(5))
+        space, sinks = sim.namespace(), [RecordingSink(1) for _ in keys]
+        loads = [
+            sim.store.load(ONE, space, [key], sink, to_verify=True)
+            for key, sink in zip(keys, sinks, strict=True)
+        ]
+        sim.runtime.run_until(lambda: all(sink.open_batches for sink in sinks[:4]))
+        sim.store.arena.view(sinks[0].granted[0].offset, 1)[0] ^= 1
+        sim.runtime.hold(VERIFY)
+        sinks[0].acked(0)
+        assert loads[0].dispute(0, [0])
+        sim.runtime.settle()
+        assert not sinks[4].open_batches, "every slot is held"
+        sim.runtime.let_go(VERIFY)
+        sim.runtime.run_until(lambda: bool(sinks[4].open_batches))
+        for sink, load in zip(sinks[1:], loads[1:], strict=True):
+            ack_all(sim, sink, load)
+        assert sim.store.memory.pinned_bytes == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from ebbtide.errors import ConfigError
 from ebbtide.testing import RecordingSink, SimStore
 from ebbtide.testing.conformance import key_of
+from ebbtide.tiers.bounds import Bounds
 from ebbtide.tiers.digest import record_digest, record_seed
 from ebbtide.tiers.ghosts import Ghosts
 from ebbtide.tiers.reasons import Miss, Place, label
@@ -162,10 +164,42 @@ def test_p68_each_key_of_a_batch_has_an_outcome_of_its_own_and_may_come_again(
 
 
 def test_a_key_named_twice_in_one_reserve_is_granted_once(sim: SimStore) -> None:
-    grants, reason = sim.store.reserve(ONE, sim.namespace(), keys_of(1, 1), PAGE)
+    grants, reason = sim.store.reserve(ONE, sim.namespace(), keys_of(1, 1, 2, 1), PAGE)
     assert reason is None
-    assert grants[0].sequence
-    assert not grants[1].sequence
+    assert [bool(grant.sequence) for grant in grants] == [True, False, True, False]
+    for key, grant in zip(keys_of(1, 2), grants[::2], strict=True):
+        record = sim.store.memory.find(sim.namespace().epoch, key)
+        assert record is not None
+        assert (record.offset, record.sequence) == grant
+
+
+def test_a_reserve_of_many_evicts_as_many_as_it_needs(sim: SimStore) -> None:
+    space = sim.namespace()
+    sim.put(space, keys_of(*range(12)), PAGE)
+    coldest = [record.key for record in sim.store.memory.space.coldest_first()][:2]
+    grants, reason = sim.store.reserve(ONE, space, keys_of(*range(20, 26)), PAGE)
+    assert (len(grants), reason) == (6, None)
+    assert sim.store.ledger.counts["memory_evicted"] == 2
+    left = [k for k in keys_of(*range(12)) if sim.store.memory.find(space.epoch, k) is None]
+    assert sorted(left) == sorted(coldest)
+
+
+def test_a_memory_that_loads_hold_is_busy_whatever_window_an_engine_has() -> None:
+    bounds = Bounds.for_capacity(16 * PAGE, store_window_bytes=2 * PAGE)
+    bounds = replace(bounds, load_window_bytes=16 * PAGE)
+    with SimStore(7, 16 * PAGE, bounds=bounds) as sim:
+        space, keys = sim.namespace(), keys_of(*range(16))
+        for at in range(0, 16, 2):
+            sim.put(space, keys[at : at + 2], PAGE)
+        sink = RecordingSink(16)
+        load = sim.store.load(TWO, space, keys, sink, to_verify=True)
+        assert len(sink.granted) == 16
+        assert sim.store.reserve(ONE, space, keys_of(20), PAGE) == ([], Miss.BUSY)
+        for batch in list(sink.open_batches):
+            sink.acked(batch)
+            load.ack(batch)
+        grants, reason = sim.store.reserve(ONE, space, keys_of(20, 21, 22), PAGE)
+        assert (len(grants), reason) == (2, Miss.STORE_SHED)
 
 
 def test_p42_a_record_is_not_readable_until_its_digest_is_taken(sim: SimStore) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
+import pytest
+
 from ebbtide.connectors import protocol as wire
 from ebbtide.connectors.turns import Lane, Turns
 
@@ -87,13 +89,16 @@ def test_a_reset_waits_also_for_a_store_that_is_half_done() -> None:
     assert not lane.takes(wire.Reset(0))
 
 
-def test_the_end_of_a_connection_undoes_reservations_and_keeps_commits() -> None:
+@pytest.mark.parametrize("commit", [COMMIT, wire.CommitDigests(())])
+def test_the_end_of_a_connection_undoes_reservations_and_keeps_commits(
+    commit: wire.Message,
+) -> None:
     loop = Loop()
     first, second = loop.lane("a"), loop.lane("b")
     first.put(1, RESERVE)
     first.put(2, RESERVE)
-    first.put(3, COMMIT)
-    second.put(1, COMMIT)
+    first.put(3, commit)
+    second.put(1, commit)
     loop.run(2)
     first.close()
     second.close()
